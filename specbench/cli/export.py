@@ -18,7 +18,7 @@ from specbench.models.default import default_drafter
 from specbench.options import panel
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.policies import Fixed, default_policy, parse_policy
+from specbench.specs.policies import default_policy, parse_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,10 +39,6 @@ def export(
         ),
     ],
     to: Annotated[EngineName, _option("--to ENGINE", f"Engine: {', '.join(ENGINES)}.")],
-    gamma: Annotated[
-        int | None,
-        _option("--gamma -g N", "Draft length γ for engines with a fixed one. Default: the run's.", min=1),
-    ] = None,
     model: Annotated[
         list[str] | None,
         _option(
@@ -60,7 +56,7 @@ def export(
     from specbench.export.registry import load_engine
 
     engine = load_engine(to)
-    found, made, name = _exported(engine, *split_row(source), gamma, model or [])
+    found, made, name = _exported(engine, *split_row(source), model or [])
     if json_output:
         write_json(as_json(engine, found, made, name))
     else:
@@ -73,7 +69,6 @@ def _exported(
     engine: ExportEngine,
     source: Path,
     wanted: str | None,
-    gamma: int | None,
     paths: Sequence[str],
 ) -> tuple[Setting, Export, str]:
     """Return the setting, its export, and the name of its source."""
@@ -96,10 +91,7 @@ def _exported(
         recipe = replace(Recipe.of_target(given.get("target", DEFAULT_TARGET)), policy=policy)
         drafter = parse_drafter(given["drafter"]) if "drafter" in given else default_drafter(recipe)
         recipe = replace(recipe, drafter=drafter)
-        if gamma is None and not isinstance(policy, Fixed) and config.fixed_gamma is not None:
-            setting = setting_of(recipe, config.fixed_gamma, "the best one with this drafter")
-        else:
-            setting = setting_of(recipe, gamma)
+        setting = setting_of(recipe, config.fixed_gamma)
         return setting, engine.export(setting), source.name
     from specbench.cli.named_runs import named_runs
     from specbench.results.results import load_results
@@ -109,6 +101,6 @@ def _exported(
     results = load_results(folder)
     settings = RunSettings(results, name, paths)
     if wanted is not None:
-        setting = engine.nearest(settings.get(wanted, gamma))
+        setting = engine.nearest(settings.get(wanted))
         return setting, engine.export(setting), name
-    return *export_fastest(engine, settings.all(gamma)), name
+    return *export_fastest(engine, settings.all()), name

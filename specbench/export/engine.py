@@ -6,13 +6,13 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.export.setting import Setting, is_found, location, refuse_adapter
 from specbench.recipe import Recipe
-from specbench.specs.drafters import Cascade, DrafterSpec, Mtp, SelfForm, SmallModel
+from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS, ModelSpec
 from specbench.specs.policies import Fixed
 
@@ -33,15 +33,6 @@ HEAD_KINDS: Mapping[str, str] = {
     "assistant": "Gemma 4 assistant",
 }
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""
-
-NO_SPECULATORS = "it does not support heads in the `speculators` format, which `specbench train` writes"
-NO_EAGLE_1 = "EAGLE-3 is the only kind of EAGLE head that it supports"
-
-
-def in_format_of_authors(kind: str) -> str:
-    """Return the note that an engine loads a kind of heads only in the format of their authors."""
-    return f"The head in the format of the authors of {kind}; the `speculators` format is not read."
-
 
 GREEDY_DRAFTS = (
     "Above temperature 0 the draft is the drafter's top token, accepted with the target's probability of it. specbench"
@@ -86,10 +77,6 @@ class HeadSupport:
     speculators: bool = True
 
 
-Heads: TypeAlias = Mapping[str, HeadSupport | str]
-"""Kinds of trained heads with how they are loaded, or the reason why they are not."""
-
-
 class ExportEngine(ABC):
     """An engine that settings are exported to.
 
@@ -99,8 +86,7 @@ class ExportEngine(ABC):
         drafters: Kinds of drafters that it supports, at least in part.
         policies: Draft policies that it supports in addition to a fixed γ.
         verifications: Verification methods that it supports in addition to rejection sampling.
-        heads: How it loads kinds of trained heads, or why it does not.
-        no_heads: Why it does not load other kinds; empty for the usual reason.
+        heads: The kinds of trained heads that it loads.
     """
 
     name: ClassVar[str]
@@ -109,8 +95,7 @@ class ExportEngine(ABC):
     drafters: ClassVar[tuple[type[DrafterSpec], ...]]
     policies: ClassVar[tuple[str, ...]] = ()
     verifications: ClassVar[tuple[str, ...]] = ()
-    heads: ClassVar[Heads] = {}
-    no_heads: ClassVar[str] = ""
+    heads: ClassVar[Mapping[str, HeadSupport]] = {}
 
     @abstractmethod
     def fill(self, setting: Setting, export: Export) -> None:
@@ -129,8 +114,12 @@ class ExportEngine(ABC):
             refuse_adapter(model)
         export = Export(needs=[*_model_needs(setting)], missing=[*self._missing(setting)])
         self.fill(setting, export)
-        if head is not None and head.needs:
-            export.needs.append(head.needs)
+        if head is not None and setting.head is not None:
+            name = HEAD_KINDS[setting.head.kind]
+            authors = (
+                f"The head in the format of the authors of {name}; the `speculators` format is not read."
+            )
+            export.needs += [each for each in ("" if head.speculators else authors, head.needs) if each]
         return export
 
     def supports(self, drafter: DrafterSpec) -> bool:
@@ -145,16 +134,6 @@ class ExportEngine(ABC):
             return False
         return True
 
-    def head_support(self, kind: str) -> HeadSupport | str:
-        """Return how a kind of trained head is loaded, or why it is not."""
-        if kind == "assistant":
-            return "Gemma 4's assistant is not exported"
-        if kind == "mtp" and Mtp in self.drafters:
-            return "it reads MTP layers only from the target's checkpoint"
-        if kind == "pard":  # a whole model
-            return self.heads.get(kind, "it does not draft as PARD does")
-        return self.heads.get(kind, self.no_heads or f"it has no {HEAD_KINDS.get(kind, kind)} heads")
-
     def method(self, setting: Setting, otherwise: str) -> str:
         """Return the engine's name for drafting with the head of a setting, ``otherwise`` without one."""
         head = self._head(setting)
@@ -163,7 +142,7 @@ class ExportEngine(ABC):
     def describe_drafters(self) -> str:
         """Return the supported drafters, separated by commas."""
         names = {SmallModel: "a model", Cascade: "lookup+MODEL", SelfForm: "self:layers=N"}
-        heads = [HEAD_KINDS[kind] for kind, there in self.heads.items() if isinstance(there, HeadSupport)]
+        heads = [HEAD_KINDS[kind] for kind in self.heads]
         found = [names.get(kind, kind.word) for kind in self.drafters]
         return ", ".join([*found, f"heads ({', '.join(dict.fromkeys(heads))})"] if heads else found)
 
@@ -184,16 +163,13 @@ class ExportEngine(ABC):
         """
         if setting.head is None:
             return None
-        support = self.head_support(setting.head.kind)
-        if (
-            isinstance(support, HeadSupport)
-            and setting.head.form == "speculators"
-            and not support.speculators
-        ):
-            support = NO_SPECULATORS
-        if isinstance(support, str):
+        kind, form = setting.head.kind, setting.head.form
+        support = self.heads.get(kind)
+        if support is None or (form == "speculators" and not support.speculators):
+            form = " in the `speculators` format" if support is not None or kind == "eagle" else ""
+            name = HEAD_KINDS.get(kind, kind)
             raise _refusal(
-                f"{self.title} {self.version} cannot load the head in {setting.drafter}: {support}.",
+                f"{self.title} {self.version} cannot load the head in {setting.drafter}: no {name} heads{form}.",
                 served=True,
             )
         return support
@@ -243,8 +219,6 @@ def _model_needs(setting: Setting) -> Iterator[str]:
             yield f"{BUILTIN_MODELS[model.source].hub_id} in place of {model.name}, which is a 4-bit file of it."
         elif not is_found(model):
             yield f"{location(model)}: replace it by the model's folder, file or hub id."
-    if setting.head_unknown:
-        yield f"{setting.drafter} is exported as a model: the hub could not be asked whether it is a trained head."
 
 
 def request_notes(setting: Setting) -> list[str]:

@@ -7,17 +7,16 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_EAGLE_1, Heads, HeadSupport, in_format_of_authors
+from specbench.export.engine import HeadSupport
 from specbench.export.setting import Setting, location, stem
 from specbench.export.start import GAMMA, StartedEngine
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, Mtp, SmallModel
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Confidence
 
-
-def _block(kind: str, method: str) -> HeadSupport:
-    converted = "As a GGUF file: convert_hf_to_gguf.py HEAD --target-model-dir TARGET."
-    return HeadSupport(method, f"{in_format_of_authors(kind)} {converted}", speculators=False)
+_CONVERTED = (
+    "The head, of one decoder layer, as a GGUF file: convert_hf_to_gguf.py HEAD --target-model-dir TARGET."
+)
 
 
 class LlamaCpp(StartedEngine):
@@ -28,16 +27,11 @@ class LlamaCpp(StartedEngine):
     version = "b11549"
     drafters = (Lookup, SmallModel, Mtp, Cascade)
     policies = ("confidence",)
-    heads: ClassVar[Heads] = {
-        "eagle": "no EAGLE-3 head of several layers, as `specbench train` makes them, was seen to load",
-        "eagle3": HeadSupport(
-            "draft-eagle3",
-            "The head, of one decoder layer, as a GGUF file: convert_hf_to_gguf.py HEAD --target-model-dir TARGET.",
-        ),
-        "eagle-1": NO_EAGLE_1,
-        "dflash": _block("DFlash", "draft-dflash"),
-        "dflash2": _block("DFlash 2", "draft-dflash"),
-        "dspark": _block("DSpark", "draft-dspark"),
+    heads: ClassVar[Mapping[str, HeadSupport]] = {
+        "eagle3": HeadSupport("draft-eagle3", _CONVERTED),
+        "dflash": HeadSupport("draft-dflash", _CONVERTED, speculators=False),
+        "dflash2": HeadSupport("draft-dflash", _CONVERTED, speculators=False),
+        "dspark": HeadSupport("draft-dspark", _CONVERTED, speculators=False),
     }
 
     server = ("llama-server",)

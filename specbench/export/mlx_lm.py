@@ -14,7 +14,6 @@ class MlxLm(engine.ExportEngine):
     title = "mlx-lm"
     version = "0.32.2"
     drafters = (SmallModel,)
-    no_heads = "its drafter has to be a whole model"
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         export.options = {

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_EAGLE_1, Heads
 from specbench.export.setting import Setting, location, stem
 from specbench.specs.drafters import Lookup, SmallModel
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Confidence
-
-_OWN_FORMAT = "it loads such a head only in OpenVINO's own format, and no conversion was tried"
 
 
 class OpenVino(engine.ExportEngine):
@@ -24,12 +20,6 @@ class OpenVino(engine.ExportEngine):
     version = "2026.4.1.0"
     drafters = (Lookup, SmallModel)
     policies = ("confidence",)
-    heads: ClassVar[Heads] = {
-        "eagle": _OWN_FORMAT,
-        "eagle3": _OWN_FORMAT,
-        "eagle-1": NO_EAGLE_1,
-        "dflash": _OWN_FORMAT,
-    }
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter = setting.drafter

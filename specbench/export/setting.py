@@ -10,26 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import UsageError
 from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
-from specbench.decoding.theory import PassCosts, expected_tokens_by_position
 from specbench.recipe import PLACE, Recipe
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import find_config
-from specbench.results.steps import Steps
-from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
-from specbench.rows import Row
+from specbench.results.summary import SummaryRow, by_config, summarize
 from specbench.specs.drafters import DrafterSpec, Mtp, SmallModel
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Fixed, PolicySpec
 
 if TYPE_CHECKING:
     from specbench.models.training_metadata import TrainingMetadata
-
-_MIN_TESTED = 10
-"""Draft tokens tested at a position before its acceptance rate counts."""
 
 
 def location(model: ModelSpec) -> str:
@@ -82,7 +76,6 @@ class Setting:
         fixed: The measured setting with that γ as a fixed one and the same drafter, if it is not the policy's own.
         instead_of: What this one is exported in place of, because the engine does not have it.
         head: Training metadata of the trained head in the drafter; ``None`` without one.
-        head_unknown: Whether the drafter's model could be a trained head, because the hub could not be reached.
     """
 
     recipe: Recipe
@@ -93,7 +86,6 @@ class Setting:
     fixed: Setting | None = None
     instead_of: MeasuredSetting | None = None
     head: TrainingMetadata | None = None
-    head_unknown: bool = False
 
     def __post_init__(self) -> None:
         refuse_adapter(self.target)
@@ -132,15 +124,17 @@ class Setting:
         return [self.target, *([] if model is None or model.kind == "mtp" else [model])]
 
 
-def setting_of(recipe: Recipe, gamma: int | None = None, gamma_from: str = "given by --gamma") -> Setting:
+def setting_of(recipe: Recipe, fixed_gamma: int | None = None) -> Setting:
     """Return the setting of a recipe that was not measured.
 
-    ``gamma``, which is from ``gamma_from``, replaces the draft policy's own; policies without a fixed γ require it.
+    Args:
+        recipe: The recipe.
+        fixed_gamma: The best fixed γ with its drafter, for engines that lack its draft policy.
 
     Raises:
         UsageError: The setting is plain decoding; it has no fixed γ and none is given; or its drafter is not on the hub
             or is a head of an unknown kind.
-        RunError: A head in a folder is damaged.
+        RunError: A head in a folder is damaged, or the hub cannot be reached.
     """
     policy, part = recipe.policy, recipe.drafter.model_part
     if recipe.drafter.is_plain or policy is None:
@@ -148,30 +142,23 @@ def setting_of(recipe: Recipe, gamma: int | None = None, gamma_from: str = "give
             "The configuration decodes plainly: there is no speculation to export.", "Name a drafter in it."
         )
     own = policy.gamma_max if isinstance(policy, Fixed) else None
-    chosen = gamma or own
-    if chosen is None:
+    gamma = own or fixed_gamma
+    if gamma is None:
         raise UsageError(
             f"Other engines need a fixed γ, which the draft policy {policy} does not have.",
-            "Give --gamma N, or export the measured run.",
+            "Name the policy fixed:gamma=N, or export the measured run.",
         )
-    setting = Setting(
-        recipe,
-        chosen,
-        "" if chosen == own else gamma_from,
-        part.dtype if isinstance(part, SmallModel) and part.dtype != "auto" else None,
-    )
-    model = recipe.drafter.model_spec
-    if model is None:
-        return setting
     from specbench.models.heads import find_head
 
-    try:
-        files = find_head(model)
-    except RunError:
-        if model.kind != "hub":
-            raise
-        return replace(setting, head_unknown=True)  # the hub cannot be reached, or needs a login
-    return setting if files is None else replace(setting, head=files.training)
+    model = recipe.drafter.model_spec
+    files = None if model is None else find_head(model)
+    return Setting(
+        recipe,
+        gamma,
+        "" if own else "the best one with this drafter",
+        part.dtype if isinstance(part, SmallModel) and part.dtype != "auto" else None,
+        head=None if files is None else files.training,
+    )
 
 
 class RunSettings:
@@ -211,16 +198,16 @@ class RunSettings:
                     f"The run {self._name} has no model folder or file {one_line(path)!r}.", known
                 )
 
-    def all(self, gamma: int | None = None) -> Sequence[Setting]:
+    def all(self) -> Sequence[Setting]:
         """Return the settings at the first temperature, the fastest first.
 
         Raises:
             UsageError: There is none.
         """
-        return [self._setting(row, gamma) for row in self._fastest_first()]
+        return [self._setting(row) for row in self._fastest_first()]
 
-    def get(self, name: str, gamma: int | None = None) -> Setting:
-        """Return a setting by its table name or id; ``gamma`` replaces the one that the run suggests.
+    def get(self, name: str) -> Setting:
+        """Return a setting by its table name or id.
 
         Raises:
             UsageError: There is no such setting, or it drafts nothing.
@@ -235,7 +222,7 @@ class RunSettings:
             raise UsageError(
                 f"The setting {name!r} has no measurements in {self._name}.", "Name another one."
             )
-        return self._setting(found, gamma)
+        return self._setting(found)
 
     def _fastest_first(self) -> list[SummaryRow]:
         """Return the rows of the first temperature, as `specbench tune` ranked them, else by speedup."""
@@ -261,24 +248,33 @@ class RunSettings:
             ),
         )
 
-    def _setting(self, row: SummaryRow, gamma: int | None) -> Setting:
-        """Return the setting of a row, or of the one with this draft length and the same drafter."""
+    def _setting(self, row: SummaryRow) -> Setting:
+        """Return the setting of a row.
+
+        Without a fixed γ it has that of the fastest measured row with its drafter, or else the mean accepted length.
+        """
         config = row.config
         assert config.recipe is not None
-        assert config.policy is not None
-        own, reason = self._fixed_gamma(row, config.policy)
-        if gamma is not None and gamma != config.gamma:
-            own, reason = gamma, "given by --gamma"
-        same = [other for other in self._with_fixed_gamma(row) if other.config.gamma == own]
-        fixed = self._setting(max(same, key=_speedup), None) if same and reason else None
-        if gamma is not None and fixed is not None:
-            return fixed
+        gamma, reason, fixed = config.gamma or 1, "", None
+        if not isinstance(config.policy, Fixed):
+            same = self._with_fixed_gamma(row)
+            if same:
+                fixed = self._setting(max(same, key=lambda other: other.speedup.value))
+                gamma, reason = fixed.gamma, "the fastest that was measured with this drafter"
+            else:
+                steps = by_config(self._results)[config.id]
+                accepted = steps.take(steps["drafted"] > 0)["accepted"]
+                mean = float(np.mean(accepted)) if len(accepted) else 1.0
+                gamma, reason = (
+                    max(1, round(mean)),
+                    f"the mean accepted length, {mean:.1f} tokens; no fixed γ was measured with this drafter",
+                )
         recipe = config.recipe.with_models(self._placed)
         dtype: Any = self._run.target.dtype or "auto"
         of_target = any(isinstance(model, Mtp) for model in recipe.drafter.models)
         return Setting(
             replace(recipe, models=replace(recipe.models, dtype=dtype)),
-            gamma=own,
+            gamma=gamma,
             gamma_from=reason,
             drafter_dtype=None if config.loaded is None else config.loaded.dtype,
             measured=self._measured(row),
@@ -292,54 +288,17 @@ class RunSettings:
         return MeasuredSetting(row.config.id, row.config.label, row.speedup, "faster" if best else sure, best)
 
     def _with_fixed_gamma(self, row: SummaryRow) -> list[SummaryRow]:
-        """Return the measured rows of the same drafter that have a fixed γ, at the same batch size and context."""
-
-        def place(config: Row) -> tuple[object, ...]:
-            at = config.condition
-            return config.kind, config.drafter, at.temperature, at.batch, at.context
-
+        """Return the measured rows of the same drafter that have a fixed γ, under the same condition."""
+        config = row.config
         return [
             other
             for other in self._rows
-            if other.measured and other.config.gamma is not None and place(other.config) == place(row.config)
+            if other.measured
+            and other.config.gamma is not None
+            and (other.config.drafter, other.config.condition) == (config.drafter, config.condition)
+            and other.config.kind == "speculative"
         ]
 
     def _placed(self, model: ModelSpec) -> ModelSpec:
         """Return a model with its path, where that is given."""
         return replace(model, source=self._paths.get(model.name, model.source))
-
-    def _fixed_gamma(self, row: SummaryRow, policy: PolicySpec) -> tuple[int, str]:
-        """Return γ of a fixed policy, else the best measured or predicted one, else the accepted length; and why."""
-        config = row.config
-        if isinstance(policy, Fixed) and config.gamma is not None:
-            return config.gamma, ""
-        others = self._with_fixed_gamma(row)
-        if others:
-            return max(
-                others, key=_speedup
-            ).config.gamma or 1, "the fastest that was measured with this drafter"
-        steps = by_config(self._results)[config.id]
-        steps = steps.take(steps["drafted"] > 0)
-        predicted = _predicted_gamma(steps, config.drafter, costs_at(self._run, config))
-        none = "no fixed γ was measured with this drafter"
-        if predicted is not None:
-            return predicted, f"predicted from acceptance by position and forward pass times; {none}"
-        mean = float(np.mean(steps["accepted"])) if len(steps) else 1.0
-        return max(1, round(mean)), f"the mean accepted length, {mean:.1f} tokens; {none}"
-
-
-def _speedup(row: SummaryRow) -> float:
-    return row.speedup.value
-
-
-def _predicted_gamma(steps: Steps, drafter: str, costs: PassCosts) -> int | None:
-    """Return the γ with the most tokens per second; ``None`` without pass times, or with too few drafts."""
-    if len(steps) < _MIN_TESTED or not costs.target_s.get(1) or drafter not in costs.drafter_s:
-        return None
-    tokens = expected_tokens_by_position(steps.rates(int(np.sort(steps["tested"])[-_MIN_TESTED])))
-    has_passes = bool(steps["passes"].any())
-    return max(
-        range(1, len(tokens)),
-        key=lambda gamma: tokens[gamma] / costs.step_s(drafter, gamma, gamma if has_passes else 0),
-        default=None,
-    )

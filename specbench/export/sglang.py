@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
+from specbench.export.engine import HeadSupport
 from specbench.export.setting import Setting, location
 from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
@@ -23,14 +22,11 @@ class SGLang(StartedEngine):
     version = "0.5.23"
     drafters = (Lookup, Suffix, SmallModel, Mtp)
     verifications = ("block",)
-    heads: ClassVar[Heads] = {
-        "eagle": NO_SPECULATORS,
-        "eagle3": HeadSupport("EAGLE3", in_format_of_authors("EAGLE-3"), speculators=False),
-        "peagle": "its EAGLE3 drafts one token after the other, P-EAGLE all in one pass",
-        "eagle-1": "it does not read EAGLE-1 heads whose config.json names LlamaForCausalLM, as the authors' does",
-        "dflash": HeadSupport("DFLASH", in_format_of_authors("DFlash"), speculators=False),
-        "dflash2": HeadSupport("DFLASH", in_format_of_authors("DFlash 2"), speculators=False),
-        "dspark": HeadSupport("DSPARK", in_format_of_authors("DSpark"), speculators=False),
+    heads: ClassVar[Mapping[str, HeadSupport]] = {
+        "eagle3": HeadSupport("EAGLE3", speculators=False),
+        "dflash": HeadSupport("DFLASH", speculators=False),
+        "dflash2": HeadSupport("DFLASH", speculators=False),
+        "dspark": HeadSupport("DSPARK", speculators=False),
     }
 
     server = ("python", "-m", "sglang.launch_server")
@@ -39,16 +35,6 @@ class SGLang(StartedEngine):
 
     def target_options(self, target: ModelSpec) -> Json:
         return {"--model-path": location(target), **engine.revision(target, "--revision")}
-
-    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
-        if not str(options.get("--speculative-algorithm")).startswith("EAGLE"):
-            return super().with_schedule(options, schedule)
-        steps = json.dumps({first: {"candidate_steps": [max(1, gamma)]} for first, _, gamma in schedule})
-        file = "adaptive.json"
-        return (
-            {**options, "--speculative-adaptive": None, "--speculative-adaptive-config": file},
-            f"Write {steps} into {file}. Its smallest draft length is 1.",
-        )
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, width = setting.drafter, setting.gamma + 1

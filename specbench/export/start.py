@@ -88,18 +88,6 @@ class StartedEngine(ExportEngine):
     def target_options(self, target: ModelSpec) -> Json:
         """Return the options that name the target and its revision; a value without an option has the key ""."""
 
-    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
-        """Return the options of a server with a draft length by batch size, unchanged if the engine has no such option;
-        and what must be done first, a sentence, empty for nothing.
-
-        Args:
-            options: Options of the setting with the longest drafts.
-            schedule: First and last batch size of each range, and the draft length in it; 0 for no drafts.
-        """
-        lengths = ", ".join(f"γ = {gamma} for {first} to {last}" for first, last, gamma in schedule)
-        needs = f"{self.title} has one draft length for all batch sizes; the best by batch size: {lengths}."
-        return options, needs
-
     def command_line(
         self, target: ModelSpec, options: Json, port: int, more: Sequence[str] = (), wrapper: str = ""
     ) -> list[str]:

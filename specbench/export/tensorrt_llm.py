@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_EAGLE_1, NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
+from specbench.export.engine import HeadSupport
 from specbench.export.setting import Setting, location
 from specbench.specs.drafters import Lookup, Mtp, SmallModel
 
@@ -22,12 +23,7 @@ class TensorRTLLM(engine.ExportEngine):
     title = "TensorRT-LLM"
     version = "1.2.1"
     drafters = (Lookup, SmallModel, Mtp)
-    heads: ClassVar[Heads] = {
-        "eagle": NO_SPECULATORS,
-        "eagle3": HeadSupport("Eagle3", in_format_of_authors("EAGLE-3"), speculators=False),
-        "eagle-1": NO_EAGLE_1,
-        "medusa": "trtllm-serve runs PyTorch by default, which has no Medusa heads",
-    }
+    heads: ClassVar[Mapping[str, HeadSupport]] = {"eagle3": HeadSupport("Eagle3", speculators=False)}
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter = setting.drafter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from specbench.base.record import Json
@@ -26,16 +27,15 @@ class Transformers(engine.ExportEngine):
     version = "5.23.0"
     drafters = (Lookup, SelfForm, SmallModel, Mtp)
     policies = ("confidence", "heuristic")
-    heads: ClassVar[engine.Heads] = {
+    heads: ClassVar[Mapping[str, engine.HeadSupport]] = {
         "dflash": engine.HeadSupport(
             "dflash",
-            "transformers 5.24 or later. The head in the format of the authors of DFlash, as its only class of such"
-            ' heads: in config.json "model_type": "muse_glimmer_assistant", with mask_token_id, target_layer_ids and'
-            " layer_types at the top; encoder.fc and encoder.output_norm_enc in place of fc and hidden_norm.",
+            'transformers 5.24 or later, and in config.json "model_type": "muse_glimmer_assistant", with mask_token_id,'
+            " target_layer_ids and layer_types at the top; encoder.fc and encoder.output_norm_enc in place of fc and"
+            " hidden_norm.",
             speculators=False,
         ),
     }
-    no_heads = "its assistant has to be a whole model"
 
     def supports(self, drafter: DrafterSpec) -> bool:
         if isinstance(drafter, SelfForm):
@@ -100,43 +100,28 @@ class Transformers(engine.ExportEngine):
 
 def _program(setting: Setting, generate: Json, configured: str) -> str:
     """Return a program that calls ``generate``, after the lines that configure its models."""
-    counts = "assistant_early_exit" not in generate
     models = dict(zip(("TARGET", "DRAFTER"), setting.models, strict=False))
     classes = (_MODEL, _MODEL if setting.head is None else "AutoModel")
+    variables = zip(classes, ("target", "assistant"), models.items(), strict=False)
     sampling = (
-        ["do_sample=True", f"temperature={setting.temperature:g}"]
-        if setting.temperature
-        else ["do_sample=False"]
+        f"do_sample=True, temperature={setting.temperature:g}" if setting.temperature else "do_sample=False"
     )
-    arguments = ["**inputs", "max_new_tokens=256", *sampling]
-    arguments += [
-        f"{name}={value if name == 'assistant_model' else repr(value)}" for name, value in generate.items()
-    ]
+    drafting = "".join(
+        f", {name}={value if name == 'assistant_model' else repr(value)}" for name, value in generate.items()
+    )
+    counts = "assistant_early_exit" not in generate
     lines = [
         f"from transformers import {', '.join(sorted({*classes, _MODEL, 'AutoTokenizer'}))}\n",
         *(_assignment(name, model) for name, model in models.items()),
-        "",
-        "try:",
-        f"    tokenizer = {_loading('AutoTokenizer', 'TARGET', setting.target)}",
-        *(
-            f"    {variable} = {_loading(kind, name, model, setting.dtype)}"
-            for kind, variable, (name, model) in zip(
-                classes, ("target", "assistant"), models.items(), strict=False
-            )
-        ),
-        "except OSError as error:",
-        f'    raise SystemExit(f"Set {" and ".join(models)} at the beginning of this program to a local folder or hub'
-        ' id. {error}")',
-        "",
-        *([configured.rstrip()] if configured else []),
+        f"\ntokenizer = {_loading('AutoTokenizer', 'TARGET', setting.target)}",
+        *(f"{own} = {_loading(kind, name, model, setting.dtype)}" for kind, own, (name, model) in variables),
+        configured.rstrip(),
         'messages = [{"role": "user", "content": "Why is the sky blue?"}]',
         "inputs = tokenizer.apply_chat_template(",
         '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
         ")",
         *([_COUNT] if counts else []),
-        "output = target.generate(",
-        *(f"    {argument}," for argument in arguments),
-        ")",
+        f"output = target.generate(**inputs, max_new_tokens=256, {sampling}{drafting})",
         'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
         *([_REPORT] if counts else []),
     ]

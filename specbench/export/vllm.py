@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import Heads, HeadSupport
+from specbench.export.engine import HeadSupport
 from specbench.export.setting import Setting, location
 from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
@@ -24,7 +24,7 @@ class VLLM(StartedEngine):
     drafters = (Lookup, Suffix, SmallModel, Mtp)
     policies = ("confidence-head",)
     verifications = ("block",)
-    heads: ClassVar[Heads] = {
+    heads: ClassVar[Mapping[str, HeadSupport]] = {
         "eagle": HeadSupport("eagle3"),
         "eagle3": HeadSupport("eagle3"),
         "peagle": HeadSupport("eagle3"),
@@ -33,7 +33,6 @@ class VLLM(StartedEngine):
         "dflash2": HeadSupport("dflash"),
         "dspark": HeadSupport("dspark"),
         "pard": HeadSupport("draft_model"),
-        "medusa": "0.32 was the last version with Medusa heads",
     }
 
     server = ("vllm", "serve")
@@ -42,11 +41,6 @@ class VLLM(StartedEngine):
 
     def target_options(self, target: ModelSpec) -> Json:
         return {"": location(target), **engine.revision(target, "--revision")}
-
-    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
-        ranges = [list(each) for each in schedule]
-        speculative = {**options["--speculative-config"], "num_speculative_tokens_per_batch_size": ranges}
-        return {**options, "--speculative-config": speculative}, ""
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, gamma = setting.drafter, setting.gamma
