@@ -5,18 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from specbench.backends.torch.parity import (
-    Difference,
-    find_difference,
-    first_difference,
-    tie_units,
-    units_below,
-)
+from specbench.backends.torch.parity import Difference, find_difference, first_difference
 from specbench.base.record import Json
 from specbench.check.deviation import clean_rows, deviation, sample_columns
 from specbench.check.invariants import RunRules, Violation, checked
@@ -32,37 +26,12 @@ Against = Literal["plain", "transformers"]
 Piece = Callable[[int], str]
 """Returns a token's own text."""
 
-_TOP = 16
-
-
-@dataclass(frozen=True)
-class TopLogits:
-    """The largest logits before a token, after the repetition penalty: ids and values, at most 16."""
-
-    ids: tuple[int, ...]
-    values: tuple[float, ...]
-
-    @classmethod
-    def from_row(cls, scores: torch.Tensor) -> TopLogits:
-        """Take them from one row, [vocab]."""
-        best = scores.float().topk(min(_TOP, scores.shape[-1]))
-        return cls(tuple(best.indices.tolist()), tuple(best.values.tolist()))
-
-    def allow_tie(self, tokens: Sequence[int | None], dtype: torch.dtype) -> bool:
-        """Return whether all tokens are within ``tie_units`` of the best one."""
-        values = dict(zip(self.ids, self.values, strict=True))
-        return all(
-            token in values and units_below(values[token], self.values[0], dtype) <= tie_units(dtype)
-            for token in tokens
-        )
-
 
 @dataclass
 class GreedyOutput:
-    """A greedy output and its logits; a reference has only ``tokens`` and ``tops``.
+    """A greedy output and its logits.
 
     Attributes:
-        tops: The largest logits before every token.
         columns: Some of the logits before every token, float32 [columns] each.
         digests: Hash of all bits of the logits before every token.
         clean: The same columns of a clean forward over the output; for plain decoding only.
@@ -70,7 +39,6 @@ class GreedyOutput:
     """
 
     tokens: list[int] = field(default_factory=list)
-    tops: list[TopLogits] = field(default_factory=list)
     columns: list[torch.Tensor] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     clean: list[torch.Tensor] = field(default_factory=list)
@@ -140,9 +108,7 @@ def run_greedy(request: Request) -> GreedyOutput:
             out.steps += 1
             out.drafted += seen.record.gamma
             out.accepted += seen.record.accepted
-        for i, row in enumerate(seen.decision_logits):
-            context = [*seen.context, *seen.tokens[:i]]
-            out.tops.append(TopLogits.from_row(rules.sampling.scores(row.unsqueeze(0), context)[0]))
+        for row in seen.decision_logits:
             out.columns.append(sample_columns(row))
             out.digests.append(_digest(row))
         out.tokens += seen.tokens
@@ -157,12 +123,12 @@ def run_plain(request: Request) -> GreedyOutput:
 
 
 def check_greedy(
-    request: Request, name: str, reference: GreedyOutput | None, plain: GreedyOutput
+    request: Request, name: str, reference: Sequence[int] | None, plain: GreedyOutput
 ) -> GreedyResult:
     """Check one prompt.
 
     Args:
-        reference: Result of ``reference_output``; ``None`` for no comparison.
+        reference: Tokens of ``reference_output``; ``None`` for no comparison.
         plain: Result of ``run_plain`` with the same target, cache and stop rules.
     """
     speculative = run_greedy(request)
@@ -170,9 +136,14 @@ def check_greedy(
     clean = plain.clean if differs_at is None else _clean_columns(request, speculative)
     shared = len(plain.tokens) if differs_at is None else differs_at + 1  # the row of the difference included
     bits = zip(speculative.digests[:shared], plain.digests[:shared], strict=False)
-    differences: dict[Against, Difference | None] = {"plain": compare_outputs(request, speculative, plain)}
+    sampling, target = RunRules(greedily(request)).sampling, scorer_of(request)
+
+    def difference(other: Sequence[int]) -> Difference | None:
+        return find_difference(target, request.prompt, speculative.tokens, other, sampling)
+
+    differences: dict[Against, Difference | None] = {"plain": difference(plain.tokens)}
     if reference is not None:
-        differences["transformers"] = compare_outputs(request, speculative, reference)
+        differences["transformers"] = difference(reference)
     return GreedyResult(
         prompt=name,
         tokens=len(speculative.tokens),
@@ -194,20 +165,3 @@ def _clean_columns(request: Request, output: GreedyOutput) -> list[torch.Tensor]
 def _digest(row: torch.Tensor) -> bytes:
     data = row.contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def compare_outputs(request: Request, first: GreedyOutput, second: GreedyOutput) -> Difference | None:
-    """Return the first difference of two outputs, judged by a clean forward and by the logits of both outputs.
-
-    It is a tie only if both tokens are within ``tie_units`` of the best logit in all three.
-    """
-    sampling, target = RunRules(greedily(request)).sampling, scorer_of(request)
-    difference = find_difference(target, request.prompt, first.tokens, second.tokens, sampling)
-    if difference is None:
-        return None
-    position, tokens = difference.position, difference.tokens
-    tie = difference.numerical_tie and all(
-        position < len(output.tops) and output.tops[position].allow_tie(tokens, target.rounding)
-        for output in (first, second)
-    )
-    return replace(difference, numerical_tie=tie)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.base.progress import quiet_transformers
-from specbench.check.greedy import GreedyOutput, TopLogits
 from specbench.decoding.stops import StopRules
 from specbench.loaded import transforms_of
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
     from specbench.recipe import Recipe
 
 
-def reference_output(model: LanguageModel, recipe: Recipe, prompt: Sequence[int]) -> GreedyOutput:
-    """Return the output of ``generate(do_sample=False)`` with the settings of a recipe only.
+def reference_output(model: LanguageModel, recipe: Recipe, prompt: Sequence[int]) -> list[int]:
+    """Return the token ids of ``generate(do_sample=False)`` with the settings of a recipe only.
 
     Stop strings are cut afterwards as in the decoding loop, because ``generate`` matches them differently.
 
@@ -27,25 +26,18 @@ def reference_output(model: LanguageModel, recipe: Recipe, prompt: Sequence[int]
         recipe: The limits and rules of the output; of the transforms only the repetition penalty and the format apply.
         prompt: Token ids.
     """
-    from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+    from transformers import GenerationConfig, LogitsProcessorList
 
     decoding, sampling = recipe.decoding, transforms_of(recipe, model)
     limit, end_ids = decoding.max_new_tokens, decoding.end_ids(model.end_ids)
     if model.context_limit is not None:
         limit = min(limit, model.context_limit - len(prompt))
     if limit < 1:
-        return GreedyOutput()
+        return []
     rules = decoding.context_rules(model.defaults.applied)
     rules = {**rules, "repetition_penalty": sampling.repetition_penalty}
     if limit < decoding.max_new_tokens:  # the forced end comes after max_new_tokens
         rules.pop("forced_eos_token_id", None)
-    tops: list[TopLogits] = []
-
-    class Note(LogitsProcessor):
-        def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            tops.append(TopLogits.from_row(scores[0]))
-            return scores
-
     untyped: Any = model.model
     ids = torch.tensor([list(prompt)], device=untyped.get_input_embeddings().weight.device)
     config = GenerationConfig(
@@ -63,11 +55,11 @@ def reference_output(model: LanguageModel, recipe: Recipe, prompt: Sequence[int]
             output = untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),
-                logits_processor=LogitsProcessorList([*masks, Note()]),
+                logits_processor=LogitsProcessorList(masks),
                 generation_config=config,
             )
     finally:
         untyped.generation_config = own
     tokens = output[0, len(prompt) :].tolist()
     kept, _ = StopRules(end_ids, decoding.stop, model.tokenizer).cut(tokens)
-    return GreedyOutput(tokens[:kept], tops[:kept])
+    return list(tokens[:kept])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from specbench.base.textsafe import counted, visible
 from specbench.check.greedy import Against, Piece, verdict_of, worst
-from specbench.check.outputs import OutputsResult
+from specbench.check.outputs import OutputResult
 from specbench.check.run import Checked, DecodingCheck
 from specbench.show.document import Items, Paragraph, Part, Sheet
 
@@ -167,22 +167,21 @@ def _biases(result: DecodingCheck) -> Iterator[str]:
 # -- outputs of other engines ----------------------------------------------------------------------
 
 
-def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None) -> list[Part]:
+def outputs_parts(
+    outputs: Sequence[OutputResult], *, complete: bool, dtype: str, piece: Piece | None
+) -> list[Part]:
     """Return the result of a check of outputs from elsewhere. For the arguments see ``check_parts``."""
-    verdicts = [each.verdict for each in result.outputs]
+    verdicts = [each.verdict for each in outputs]
     ties = _count(verdicts.count("numerical tie"), "numerical tie")
     counts = f"{verdicts.count('identical')} identical, {ties}, {verdicts.count('wrong')} wrong"
-    tokens = _count(sum(each.tokens for each in result.outputs), "token")
-    parts: list[Part] = [
-        Paragraph(f"{_count(len(result.outputs), 'output')} with {tokens}: {counts}.", "bold")
-    ]
-    if not result.complete:
+    tokens = _count(sum(each.tokens for each in outputs), "token")
+    parts: list[Part] = [Paragraph(f"{_count(len(outputs), 'output')} with {tokens}: {counts}.", "bold")]
+    if not complete:
         parts.append(_INTERRUPTED)
     rows = []
-    differing = [each for each in result.outputs if each.verdict != "identical"]
+    differing = [each for each in outputs if each.verdict != "identical"]
     for each in sorted(differing, key=lambda each: (each.verdict != "wrong", each.line))[:_MAX_SHOWN]:
-        shown = each.first_wrong or each.first
-        cells = ["", "", "", ""] if shown is None else _difference_cells(shown, piece)
+        cells = ["", "", "", ""] if each.first is None else _difference_cells(each.first, piece)
         rows.append([str(each.line), each.id, *cells, f"{each.ties}, {each.wrong}", each.verdict])
     if rows:
         logits, gap = ("this: logit", "target's: logit"), f"gap ({dtype} units)"
@@ -190,7 +189,7 @@ def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None) -> 
         parts.append(_table(headings, rows, left=(1, 3, 4), more=len(differing)))
     endless = [
         f"line {each.line}: it continues after the end token at position {each.after_end + 1}"
-        for each in result.outputs
+        for each in outputs
         if each.after_end is not None
     ]
     parts.append(_list("Outputs that do not end", endless))

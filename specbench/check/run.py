@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -54,7 +54,7 @@ class DecodingCheck:
     """
 
     requests: Mapping[str, Request]
-    references: Mapping[str, GreedyOutput] = field(default_factory=dict)
+    references: Mapping[str, Sequence[int]] = field(default_factory=dict)
     no_transformers: str | None = None
     bit_exact: bool = False
     plain_outputs: dict[str, GreedyOutput] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,12 +24,13 @@ from specbench.options import (
     CacheOptions,
     DecodingOptions,
     SamplingOptions,
-    TemplateOptions,
     group,
 )
 from specbench.specs.drafters import parse_drafter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from specbench.recipe import Recipe
 
 _DEFAULT_LIMIT = 12
@@ -72,8 +74,7 @@ def check(
         opt.Fields(without=("stop",), max_new_tokens=64),
     ],
     caching: CacheOptions,
-    sampling: SamplingOptions,
-    template: TemplateOptions,
+    sampling: Annotated[SamplingOptions, opt.Fields("temperature", "repetition_penalty")],
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
 
@@ -84,20 +85,20 @@ def check(
     from specbench.recipe import Recipe
 
     with starting(checked.quiet) as progress:
-        from specbench.cli.check_outputs import prepare_outputs
-        from specbench.cli.check_run import CheckRequest, prepare_checks
+        from specbench.cli.check_run import CheckRequest, check_outputs, prepare_checks
 
         notes: list[str] = []
-        asked = Recipe.of_target(target, caching, decoding, sampling, template)
+        asked = Recipe.of_target(target, caching, decoding, sampling)
         if checked.recipe is not None:
             base = row_recipe(ctx, checked.recipe, asked)
             recipes = [base]
         else:
             base = with_cache(ctx, asked)
             recipes, notes = _requested(base, checked, drafting)
-        request = CheckRequest(ctx, base, checked.json_output, checked.quiet, chat, progress.console)
+        request = CheckRequest(base, checked.json_output, checked.quiet, chat, progress.console)
+        run: Callable[[], int]
         if checked.outputs is not None:
-            run = prepare_outputs(request, checked.outputs, checked.limit, progress)
+            run = partial(check_outputs, request, checked.outputs, checked.limit)
         else:
             prompts, _ = choose_prompts(
                 checked.prompts or ["all"], checked.limit or _DEFAULT_LIMIT, progress=progress

@@ -1,40 +1,45 @@
-"""Running `specbench check`: the request, and checks of configurations."""
+"""Running `specbench check`: checks of configurations, and of outputs of other engines."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import SpecbenchError, UsageError
+from specbench.base.files import reason
 from specbench.base.progress import quiet_transformers
-from specbench.base.textsafe import counted
+from specbench.base.textsafe import counted, visible
 from specbench.check.greedy import worst
+from specbench.check.outputs import check_output, outputs_json, read_outputs, refuse_misfit, verdict_on
 from specbench.check.reference import reference_output
-from specbench.check.render import check_parts
+from specbench.check.render import check_parts, outputs_parts
 from specbench.check.run import DecodingCheck
 from specbench.cli import options as opt
-from specbench.cli.conflicts import without_effect
 from specbench.cli.console import write_json, write_parts
 from specbench.cli.progress import StageProgress
 from specbench.cli.setting import model_notes
 from specbench.cli.summary import show_notes
 from specbench.generate import encode_prompt
-from specbench.loaded import LoadedRecipe, load_models
+from specbench.loaded import LoadedRecipe, load_models, notes_on_weights, transforms_of
+from specbench.models.devices import check_options
 from specbench.models.prepare import check_models
+from specbench.models.target import load_target
 from specbench.options import NO_OPTIONS, TemplateOptions, quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    import typer
     from rich.console import Console
 
     from specbench.base.progress import Progress
     from specbench.base.record import Json
     from specbench.bench.prompts import Prompt
-    from specbench.check.greedy import GreedyOutput, Piece
+    from specbench.check.greedy import Piece
+    from specbench.check.outputs import OutputResult
     from specbench.decoding.protocols import Drafter
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
@@ -46,7 +51,6 @@ if TYPE_CHECKING:
 class CheckRequest:
     """What both kinds of checks share."""
 
-    ctx: typer.Context
     recipe: Recipe
     json_output: bool
     quiet: bool
@@ -88,14 +92,18 @@ class CheckRequest:
         return encode_prompt(model.tokenizer, text, chat=self.chat, template=template)
 
 
-def pieces_of(model: LanguageModel) -> Piece | None:
+def _piece(model: LanguageModel) -> Piece | None:
     tokenizer = model.tokenizer
     return None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
 
 
-def rounding_of(target: Target) -> str:
-    """Return the name of the dtype whose rounding decides."""
-    return str(target.scorer.rounding).removeprefix("torch.")
+def _header(kind: str, target: Target) -> Json:
+    """Return what was checked; ``rounding`` is the dtype whose rounding decides."""
+    rounding = str(target.scorer.rounding).removeprefix("torch.")
+    return {"check": kind, "target": target.name, "dtype": target.dtype, "rounding": rounding}
+
+
+# -- configurations --------------------------------------------------------------------------------
 
 
 def prepare_checks(
@@ -112,13 +120,9 @@ def prepare_checks(
     for recipe in recipes:
         recipe.check()
     check_models(request.recipe.target, drafters, request.recipe.models, progress=progress)
-    if request.recipe.sampling.temperature == 0:
-        why = "at temperature 0: nothing is sampled"
-        for line in without_effect(request.ctx, why, "top_k", "top_p", "min_p", "seed"):
-            request.note(line)
     rounded = quantized(request.recipe.models.dtype)
     encoded: list[tuple[str, list[int]]] = []
-    references: dict[str, GreedyOutput] = {}
+    references: dict[str, list[int]] = {}
 
     def answer(model: LanguageModel) -> None:
         """Let ``transformers`` decode with the target, before its layers are packed."""
@@ -129,32 +133,27 @@ def prepare_checks(
 
     target, loaded_drafters = load_models(request.recipe, drafters, progress, before_packing=answer)
     request.note_models(target, [each.outcome for each in loaded_drafters])
-    plain_outputs: dict[str, GreedyOutput] = {}
     by_spec = dict(zip(drafters, loaded_drafters, strict=True))
-    checks = []
-    for recipe in recipes:
-        ready = LoadedRecipe.of(recipe, target, by_spec[recipe.drafter])
-        checking = DecodingCheck(
-            {name: ready.request(ids) for name, ids in encoded},
+    ready = [LoadedRecipe.of(recipe, target, by_spec[recipe.drafter]) for recipe in recipes]
+    checks = [
+        DecodingCheck(
+            {name: each.request(ids) for name, ids in encoded},
             references,
             no_transformers=f"it has no such {rounded} model" if rounded else None,
             bit_exact=target.bit_exact,
-            plain_outputs=plain_outputs,
         )
-        checks.append(checking)
+        for each in ready
+    ]
     header = {
-        "check": "decoding",
-        "target": target.name,
-        "dtype": target.dtype,
+        **_header("decoding", target),
         "device": str(target.scorer.device),
-        "rounding": rounding_of(target),
-        "notes": list(ready.notes),
+        "notes": list(ready[-1].notes),
         "options": {
             "cache": request.recipe.caching.cache,
-            **opt.deciding(request.recipe, ready.sampling, target.language_model),
+            **opt.deciding(request.recipe, ready[-1].sampling, target.language_model),
         },
     }
-    return partial(_check, request, checks, header, pieces_of(target.language_model))
+    return partial(_check, request, checks, header, _piece(target.language_model))
 
 
 def _encode(
@@ -183,7 +182,9 @@ def _check(request: CheckRequest, checks: Sequence[DecodingCheck], header: Json,
     try:
         with StageProgress(request.quiet) as progress, quiet_transformers():
             request.console = progress.console
+            plain_outputs = checks[0].plain_outputs
             for number, checking in enumerate(checks):
+                checking.plain_outputs = plain_outputs  # of the same target, cache and stop rules
                 checking.report = partial(_report, progress, checks, number)
                 checking.check_steps()
     finally:  # an interrupt loses nothing of what is checked
@@ -205,3 +206,52 @@ def _report(progress: StageProgress, checks: Sequence[DecodingCheck], number: in
     cases = len(checks[number].requests)
     total = len(checks) * cases
     progress.update("checking", number * cases + done, total, note=checks[number].label)
+
+
+# -- outputs of other engines ----------------------------------------------------------------------
+
+
+def check_outputs(request: CheckRequest, file: Path, limit: int | None) -> int:
+    """Score greedy outputs that were made elsewhere, and print what was found; return the exit code."""
+    name = "standard input" if str(file) == "-" else visible(str(file))
+    try:
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"The outputs in {name} cannot be read: {reason(error)}.", "Check the path."
+        ) from None
+    lines = read_outputs(data.split(b"\n"), limit)
+    if not lines:
+        raise UsageError(f"There are no outputs in {name}.", "Give each a line of its own.")
+    recipe, models = request.recipe, request.recipe.models
+    check_options(models.target)
+    with StageProgress(request.quiet) as progress:
+        target = load_target(
+            recipe.target,
+            models.target,
+            cache=recipe.caching.cache,
+            progress=progress,
+            allow_pickle=models.allow_pickle,
+        )
+    request.note_models(target)
+    for note in notes_on_weights(recipe, target):
+        request.note(note)
+    vocab = min(target.vocab_size, target.scorer.embeddings)
+    prompts: dict[int, Sequence[int]] = {}
+    for line, each in lines.items():
+        text = each.prompt
+        prompts[line] = request.encode(target.language_model, text) if isinstance(text, str) else text
+        refuse_misfit(line, prompts[line], each.token_ids, vocab, target.scorer.context_limit)
+    sampling, end_ids = transforms_of(recipe, target.language_model), recipe.decoding.end_ids(target.end_ids)
+    found: list[OutputResult] = []
+    try:
+        with StageProgress(request.quiet) as progress:
+            for number, (line, each) in enumerate(lines.items()):
+                progress.update("scoring outputs", number, len(lines))
+                found.append(check_output(target.scorer, line, each, prompts[line], sampling, end_ids))
+    finally:  # an interrupt loses nothing of what is checked
+        complete, header = len(found) == len(lines), _header("outputs", target)
+        piece = _piece(target.language_model)
+        parts = outputs_parts(found, complete=complete, dtype=header["rounding"], piece=piece)
+        request.show({**header, **outputs_json(found, piece), "complete": complete}, parts)
+    return int(verdict_on(found) == "wrong")
