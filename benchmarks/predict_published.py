@@ -6,7 +6,7 @@
 Each line of the data has the tokens of a prompt and of Llama-3.1-8B's greedy answer, and for every place how many
 tokens a step of EAGLE and of vLLM's n-grams emits that begins there. Printed are tokens per step by γ: of EAGLE and the
 n-grams, walked along the data as the simulator does, with how far the law of the steps is off that is given acceptance
-alone; and of our ``lookup`` and ``suffix``, replayed on the tokens. The last line is JSON.
+alone; and of our ``lookup`` and ``suffix``, asked along the tokens. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def by_law(emitted: Sequence[int], gammas: Sequence[int]) -> tuple[int, np.ndarr
     for i, count in enumerate(emitted, 1):
         accept[i, : count - 1] = 1.0
     room = Answer([], range(n), Sampling()).room()
-    law = expected_steps(Chances(accept, np.full(n, longest)), room, gammas)
+    law = expected_steps(Chances(accept, np.full(n, longest), np.ones((n, longest))), room, gammas)
     return n - 1, np.array([each.steps for each in law])
 
 

@@ -25,10 +25,9 @@ from specbench.drafters.parallel import ParallelDrafter
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import FixedLength, build_policy
 from specbench.predict import chances, forecast
-from specbench.predict.chances import read_answer
+from specbench.predict.chances import chances_of, read_answer
 from specbench.predict.law import Answer, Chances, expected_steps
 from specbench.specs.drafters import Lookup
-from specbench.specs.policies import parse_policy
 
 SAMPLINGS = [
     Sampling(1.0),
@@ -107,8 +106,9 @@ def decoding(p: Distribution, q: Distribution, limit: int, gamma: int) -> np.nda
 def by_law(chances: np.ndarray, limit: int, gammas: Sequence[int]) -> list[np.ndarray]:
     """What the law says of an answer, by draft length."""
     room = Answer([], range(len(chances)), Sampling(), limit=limit).room()
-    drafts = np.full(len(chances), LONGEST)
-    found = expected_steps(Chances.by_position(chances, drafts, LONGEST), room, gammas)
+    accept = np.lib.stride_tricks.sliding_window_view(np.append(chances, np.zeros(LONGEST)), LONGEST)
+    drafts, passes = np.full(len(chances), LONGEST), np.ones((len(chances), LONGEST))
+    found = expected_steps(Chances(accept[: len(chances)], drafts, passes), room, gammas)
     return [counts(each.steps, each.drafted, each.tested, each.accepted) for each in found]
 
 
@@ -262,80 +262,29 @@ def test_every_drafter_is_predicted_to_take_the_steps_that_it_takes(name, ends, 
         assert counts(each.steps, drafted, each.tested, each.accepted).tolist() == expected.tolist(), gamma
         passes = sum(step.passes or 0 for step in records[1:])
         _, per_step = row.per_step()
-        assert 0.6 * passes <= per_step * each.steps <= drafted, "passes after a wrong token are estimated"
+        assert 0.5 * passes <= per_step * each.steps <= drafted, "what guesses save is learned sooner here"
 
 
-RULES = ["heuristic", "egag:scale=0.8", "egag:beta=0.5", "confidence:threshold=0.5", "confidence:adapt", "svip",
-         "entropy-bound"]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [*(("model", rule) for rule in RULES), *((name, "heuristic") for name in ("lookup", "suffix", "ngram"))],
-)
-def test_policies_are_predicted_to_take_the_steps_that_they_take(name, rule, monkeypatch):
-    monkeypatch.setattr(forecast, "_STARTS", 1000)
-    limit = 60
-    plain = answer_of(decoded(small_model(), "fixed:gamma=1", Sampling(), (), limit), Sampling(), limit)
-    (_, row) = forecast.forecast(DRAFTERS[name](), [plain], [2], [parse_policy(rule)]).rows
-    expected = of_records(decoded(DRAFTERS[name](), rule, Sampling(), (), limit))
-    learns = "adapt" in rule or "bound" in rule
-    assert row.counts[0].steps == pytest.approx(expected[0], rel=0.1 if learns else 0)
-    if not learns:
-        drafted, _ = row.per_step()
-        assert drafted == pytest.approx(expected[1] / expected[0])
-        assert row.counts[0].tested.tolist() == expected[2 : 2 + 2].tolist()
-
-
-def test_sampled_answers_give_chances(monkeypatch):
+def test_sampled_answers_give_chances():
     sampling = Sampling(temperature=0.7, top_k=3)
     tokens = [1, 3, 2, 4, 1, 0]
     contexts = [[*PROMPT, *tokens[:i]] for i in range(len(tokens))]
     p = np.array([0.3, 0.2, 0.9, 0.5, 0.4, 0.6])
     q = [sampling.probabilities(often_right(each)[None], each)[0] for each in contexts]
     expected = [min(1.0, float(row[x]) / share) for row, x, share in zip(q, tokens, p, strict=True)]
-    read = read_answer(small_model(), Answer(PROMPT, tokens, sampling, p))
-    assert read.chances == pytest.approx(expected)
+    answer, drafter = Answer(PROMPT, tokens, sampling, p), small_model()
+    found = chances_of(drafter, answer, 1, read_answer(drafter, answer))
+    assert found.accept[1:, 0] == pytest.approx(expected[1:])
     found = forecast.forecast(small_model(), [Answer(PROMPT, tokens, sampling)], [1])
     assert (found.unsampled, found.answers) == (1, [])
     copied = forecast.forecast(LookupDrafter(), [Answer(PROMPT, tokens, sampling)], [1])
     assert (copied.unsampled, len(copied.answers)) == (0, 1)
 
 
-def test_sampled_policies_are_right_on_average():
-    """A rule by the draft's own confidence, against the mean over many decodings."""
-    sampling, limit, rule = Sampling(1.0), 24, "confidence:threshold=0.4"
-    answers, steps = [], []
-    for seed in range(40):
-        records = list(
-            decode_steps(
-                PROMPT, ScriptedScorer(TARGET, VOCABULARY), small_model(), policy=build_policy(rule),
-                sampling=sampling, random=Randomness(seed), max_new_tokens=limit,
-            )
-        )  # fmt: skip
-        steps.append(of_records(records)[0])
-        answer = answer_of(records, sampling, limit)
-        contexts = [[*PROMPT, *answer.tokens[:i]] for i in range(limit)]
-        p = [float(TARGET(c).softmax(-1)[x]) for c, x in zip(contexts, answer.tokens, strict=True)]
-        answers.append(Answer(PROMPT, answer.tokens, sampling, np.array(p), limit, str(seed)))
-    (_, row) = forecast.forecast(small_model(), answers, [2], [parse_policy(rule)]).rows
-    off = np.array(steps) - [each.steps for each in row.counts]
-    assert abs(off.mean()) < 3 * off.std() / np.sqrt(len(steps))
-
-
-@pytest.mark.parametrize(
-    ("drafter", "rule", "words"),
-    [
-        (ParallelDrafter(ScriptedScorer(TARGET, VOCABULARY), "pard", [0]), None, "not told by its own pass"),
-        (small_model(), "auto", "decides by what only a run has"),
-        (small_model(), "dynamic-tree", "drafts trees"),
-        (LookupDrafter(), "svip", "has none"),
-    ],
-)
-def test_what_answers_do_not_tell_is_refused(drafter, rule, words):
-    answer = Answer(PROMPT, [1, 2, 3], Sampling())
-    with pytest.raises(UsageError, match=words):
-        forecast.forecast(drafter, [answer], [1], [parse_policy(rule)] if rule else [])
+def test_what_reads_the_targets_states_is_refused():
+    drafter = ParallelDrafter(ScriptedScorer(TARGET, VOCABULARY), "pard", [0])
+    with pytest.raises(UsageError, match="cannot be predicted from answers here"):
+        forecast.forecast(drafter, [Answer(PROMPT, [1, 2, 3], Sampling())], [1])
 
 
 def test_what_a_drafter_needs_to_pay():
@@ -360,5 +309,5 @@ def test_what_a_drafter_needs_to_pay():
         0.02 / (found.tokens_per_step(one).value - 1.02), rel=0.01
     )
     figures = found.to_dict(costs)
-    assert figures["best"] == "γ=3"
+    assert figures["best"] == 3
     assert figures["rows"][1]["acceptance_by_position"][0] == 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import numpy as np
@@ -72,21 +71,10 @@ FORMS: dict[str, tuple[Any, list[int]]] = {
         CHAT,
     ),
     "llama.cpp, chat": ({"request": ASKED, "response": chat(logprobs={"content": content(named=True)})}, CHAT),
-    "llama.cpp, completion": (
-        {"prompt": "Hello", "content": TEXT, "tokens": IDS, "stop_type": "limit", "tokens_predicted": len(IDS),
-         "completion_probabilities": content(named=True), "generation_settings": {"temperature": 1.0, "top_k": 0,
-                                                                                  "n_predict": len(IDS)}},
-        PLAIN,
-    ),
     "SGLang, completions": (
         {"request": TEXT_ASKED,
          "response": {"choices": [{"text": TEXT, "logprobs": LEGACY, "finish_reason": "length"}]}},
         PLAIN,
-    ),
-    "LiteLLM": (
-        {"messages": MESSAGES, "model_parameters": {"temperature": 1.0, "max_tokens": len(IDS)},
-         "response": chat(logprobs={"content": content()}), "status": "success"},
-        CHAT,
     ),
     "a batch": (
         {"custom_id": "1", "request": {"method": "POST", "body": ASKED},
@@ -174,22 +162,18 @@ BAD: list[tuple[str, Any]] = [
     ),
     ("tokenizer", {"request": ASKED, "response": {**chat(), "usage": {"completion_tokens": 4}}}),
     ("tokenizer", {"prompt": [1, 2], "token_ids": [5, 99_999], "temperature": 0}),
-    ("parts", {**changed(messages=[{"role": "user", "content": [{"type": "image_url"}]}])}),
+    ("prompt", {**changed(messages=[{"role": "user", "content": [{"type": "image_url"}]}])}),
     (
-        "tools",
+        "hidden",
         {"request": ASKED, "response": chat(message={"content": None, "tool_calls": [{"function": {}}]})},
     ),
-    ("thinking", {"request": ASKED, "response": chat(message={"content": "a", "reasoning_content": "b"})}),
+    ("hidden", {"request": ASKED, "response": chat(message={"content": "a", "reasoning_content": "b"})}),
     ("field frequency_penalty", changed(frequency_penalty=0.5)),
     ("field response_format", changed(response_format={"type": "json_object"})),
     ("field temperature, top_p", changed(top_p=7)),
     ("field continue_final_message", changed(continue_final_message=True)),
     ("field allowed_token_ids", changed(extra_body={"allowed_token_ids": [1]})),
-    ("field min_tokens", changed(sampling_params={"min_tokens": 2})),
-    ("field repeat_penalty", changed(options={"repeat_penalty": 1.1})),
-    ("field a_new_one", changed(extra_body={"a_new_one": 2})),
     ("field min_tokens", {**PLAIN_LINE, "temperature": 0, "min_tokens": 3}),
-    ("thinking", {"request": ASKED, "message": {"content": TEXT, "thinking": "Hm"}, "done_reason": "stop"}),
     ("temperature", {"prompt": "Hello", "answer": TEXT}),
     ("kind", changed(temperature=0.7)),
 ]
@@ -204,29 +188,6 @@ def test_a_line_that_cannot_be_used_is_counted(kind, record):
     name = kind.removeprefix("field ")
     assert note.startswith("1 line is left out (2): such a line ")
     assert (repr(name) if " " in kind else REASONS[kind]) in note
-
-
-def test_what_is_sent_in_parts_is_read_and_what_is_harmless_is_passed_over():
-    ollama = {"message": {"content": TEXT}, "done_reason": "length", "eval_count": len(IDS)}
-    options = {"temperature": 0, "num_predict": len(IDS), "num_ctx": 4096, "seed": 3}
-    sglang = {"sampling_params": {"temperature": 0, "max_new_tokens": len(IDS)}, "prompt": "Hello"}
-    harmless = {
-        "user": "me",
-        "stream_options": {"include_usage": True},
-        "seed": 1,
-        "logit_bias": {},
-        "stop": [],
-    }
-    records = [
-        {"request": {"messages": MESSAGES, "options": options}, "response": ollama},
-        {"request": sglang, "response": {"text": TEXT, "finish_reason": "length"}},
-        {"request": {**ASKED, "temperature": 0, "extra_body": {"top_k": 40}, **harmless}, "response": chat()},
-    ]
-    log = read(*records)
-    assert not log.left_out
-    assert [(list(each.tokens), each.limit, each.sampling.greedy) for each in log.answers] == [
-        (IDS, len(IDS), True)
-    ] * 3
 
 
 def test_an_answer_ends_with_the_token_that_stopped_it():
@@ -264,12 +225,3 @@ def test_a_time_comes_from_what_a_plain_server_says():
     assert answer.pass_s == 0.02
     (answer,) = read({**changed(), "response": {**chat(), "timings": {**timings, "draft_n": 4}}}).answers
     assert answer.pass_s is None, "it drafted"
-
-
-def test_processed_probabilities_are_taken_as_they_are():
-    (answer,) = read(changed(temperature=0.7), processed=True).answers
-    assert answer.probabilities == pytest.approx(np.exp(LOGPROBS))
-    post = [{"token": each["token"], "id": token, "prob": math.exp(value)} for each, token, value in
-            zip(content(), IDS, LOGPROBS, strict=True)]  # fmt: skip
-    (told,) = read({"request": {**ASKED, "top_k": 40}, "response": chat(logprobs={"content": post})}).answers
-    assert told.probabilities == pytest.approx(np.exp(LOGPROBS))

@@ -21,7 +21,6 @@ from specbench.options import MODELS, OUTPUT, SamplingOptions, group
 if TYPE_CHECKING:
     from specbench.predict.logs import Log
 
-_GAMMAS = "1..16"
 _answers, _output = group("Answers"), group(OUTPUT)
 
 
@@ -32,15 +31,11 @@ class PredictOptions:
     answers: Path = _answers(
         ..., "--answers FILE", "A log of JSON lines (docs/predict.md), or the folder of a stored run."
     )
-    processed_logprobs: bool = _answers(
-        False,
-        "--processed-logprobs",
-        "Log probabilities are those after temperature and cuts (vLLM: --logprobs-mode processed_logprobs).",
-    )
     limit: int = _answers(64, "--limit N", "Number of answers to read.", min=1)
     drafter: tuple[str, ...] = opt.drafters_field(
         MODELS, "Drafter: a small model, lookup, ngram, suffix or a cascade; repeatable. Default: lookup."
     )
+    gamma: str = _answers("1..16", "--gamma -g RANGE", "Draft lengths γ.")
     tokenizer: str | None = group(MODELS)(
         None, "--tokenizer MODEL", "Model with the target's tokenizer. Default: the first drafter with one."
     )
@@ -58,15 +53,14 @@ def predict(
     ctx: typer.Context,
     *,
     asked: PredictOptions,
-    drafting: opt.PoliciesOptions,
-    sampling: Annotated[SamplingOptions, opt.Fields("temperature", "top_k", "top_p")],
+    sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
 ) -> None:
     """Predict what drafters would gain from answers that the target has given already, without the target.
 
     One pass of a drafter over prompts and answers gives its acceptance, and tokens per step for every draft length.
-    Options of sampling hold where a line of the log does not say them.
+    --temperature holds where a line of the log does not say it.
     """
-    from specbench.bench.axes import parse_gammas, parse_policies
+    from specbench.bench.axes import parse_gammas
     from specbench.specs.drafters import parse_drafter
 
     specs = [parse_drafter(each) for each in dict.fromkeys(asked.drafter or (DEFAULT_DRAFTER,))]
@@ -75,11 +69,8 @@ def predict(
     tokenizer_name = _tokenizer(asked)
     if tokenizer_name is None and not any(spec.models for spec in specs):
         raise UsageError("Answers are read with the target's tokenizer.", "Name it with --tokenizer.")
-    from specbench.decoding.sampling import Sampling
-
-    gammas, policies = parse_gammas(drafting.gamma or _GAMMAS), parse_policies(drafting.draft_policy)
-    settings = {name: value for name, value in sampling.transforms.items() if given(ctx, name)}
-    Sampling(**settings)  # refuses values outside their ranges
+    gammas = parse_gammas(asked.gamma)
+    settings = {"temperature": sampling.temperature} if given(ctx, "temperature") else {}
     with starting(asked.quiet) as progress:
         from specbench.predict.alone import costs_of, load_alone
         from specbench.predict.forecast import forecast
@@ -100,7 +91,7 @@ def predict(
         for drafter in drafters.values():
             stage = f"reading answers with {drafter.traits.name}"
             report = partial(progress.update, stage, total=len(log.answers))
-            forecasts.append(forecast(drafter, log.answers, gammas, policies, report))
+            forecasts.append(forecast(drafter, log.answers, gammas, report))
     if asked.json_output:
         from specbench.base.record import to_dict
 
@@ -142,9 +133,7 @@ def _read(asked: PredictOptions, tokenizer: Any, settings: Mapping[str, float]) 
         return stored_answers(find_runs(asked.answers)[-1], tokenizer, asked.limit)
     try:
         with asked.answers.open("rb") as lines:
-            return read_log(
-                lines, tokenizer, sampling=settings, processed=asked.processed_logprobs, limit=asked.limit
-            )
+            return read_log(lines, tokenizer, sampling=settings, limit=asked.limit)
     except OSError as error:
         raise UsageError(
             f"The log {asked.answers} cannot be read: {reason(error)}.", "Check the path."

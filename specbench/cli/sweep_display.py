@@ -28,9 +28,9 @@ def show_predicted(session: Session[Any], progress: StageProgress, say: Callable
     options = session.sweep.options
     if options.servers or options.batches:
         return
-    from specbench.predict.here import Predictions, predict_rows
+    from specbench.predict.here import Prediction, predict_rows
 
-    found, clock, report = Predictions(), WallClock(), progress.update
+    found, clock, report = dict[str, Prediction](), WallClock(), progress.update
     report("timing passes", 0, 1)
     try:
         if session.measure_costs(context=min(options.contexts, default=None)):
@@ -44,11 +44,11 @@ def show_predicted(session: Session[Any], progress: StageProgress, say: Callable
                 report("decoding plainly", len(outputs), _ANSWERS)
                 outputs[prompt.id] = session.output(plain, prompt.id)
             engine = cast("ModelEngine", session.engine)
-            found.rows |= predict_rows(engine, session.sweep, plain, outputs, costs, report=report).rows
+            found |= predict_rows(engine, session.sweep, plain, outputs, costs, report)[0]
     except (SpecbenchError, MemoryError) as error:  # measuring tells more
         say(f"Nothing is predicted: {error}")
         return
-    rows = sorted(found.rows.items(), key=lambda each: -each[1].speedup.value)
+    rows = sorted(found.items(), key=lambda each: -each[1].speedup.value)
     cells = [
         [one_line(session.configs[name].label), _text(each.tokens_per_step), _text(each.speedup)]
         for name, each in rows

@@ -51,22 +51,21 @@ _UNCACHED = 512 << 20
 """Bytes that hardly any cache holds."""
 
 
-def why_unpredictable(spec: DrafterSpec) -> str | None:
-    """Return why answers alone do not tell what a drafter would draft, as a sentence; ``None`` if they do."""
+def is_predictable(spec: DrafterSpec) -> bool:
+    """Return whether answers alone tell what a drafter would draft.
+
+    They do not if it reads the target's states or logits, drafts trees, needs the format of the answer, depends on
+    earlier answers, draws at random, or drafts nothing.
+    """
     parts = list(spec.all_parts())
-    if any(isinstance(part, SelfForm | Mtp) for part in parts) or any(
-        isinstance(part, SmallModel) and find_head(part.model) is not None for part in parts
-    ):
-        return "it drafts from the target's own states: run it where the target is, with `specbench sweep`"
-    if isinstance(spec, Several):
-        return "several drafters draft trees: name one at a time"
-    if any(isinstance(part, Grammar) for part in parts):
-        return "logs do not have the format of an answer"
-    if spec.keeps_state:
-        return "what it keeps depends on the order of the answers: leave keep out"
-    if any(isinstance(part, NGram) and (part.top_k > 1 or part.sample) for part in parts):
-        return "it counts the target's logits, or draws at random: leave top-k and sample out"
-    return "it drafts nothing" if spec.is_plain else None
+    return not (
+        spec.is_plain
+        or spec.keeps_state
+        or isinstance(spec, Several)
+        or any(isinstance(part, SelfForm | Mtp | Grammar) for part in parts)
+        or any(isinstance(part, NGram) and (part.top_k > 1 or part.sample) for part in parts)
+        or any(isinstance(part, SmallModel) and find_head(part.model) is not None for part in parts)
+    )
 
 
 def load_alone(
@@ -82,9 +81,11 @@ def load_alone(
         RunError: A model cannot be loaded.
     """
     for spec in specs:
-        reason = why_unpredictable(spec)
-        if reason is not None:
-            raise UsageError(f"{spec} cannot be predicted: {reason}.", "Leave it out.")
+        if not is_predictable(spec):
+            raise UsageError(
+                f"Answers alone do not tell what {spec} would draft.",
+                "Run it where the target is, with `specbench sweep`.",
+            )
     named = None if tokenizer is None else load_tokenizer(tokenizer, progress=progress)
     models: dict[SmallModel, LanguageModel] = {}
     for small in dict.fromkeys(model for spec in specs for model in spec.models):

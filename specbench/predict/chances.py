@@ -1,14 +1,14 @@
-"""What a loaded drafter would have done along an answer, by one pass of its model over the text or by its own drafts.
+"""What a loaded drafter would have done along an answer: it is asked after every token what it would draft.
 
-A small model reads prompt and answer once; row i of its logits gives q of token i, after the transforms that the answer
-was sampled with. Every other drafter is asked after every token what it would draft, as the loop asks it, as long as
-its draft is the answer.
+It drafts by its own code, as the loop asks it. A small model reads the answer once, and its passes are answered from
+that. Other models run theirs, with the target's states along the answer, as long as their draft is the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,14 +22,13 @@ from specbench.drafters.free import FreeDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.parts import models_of
 from specbench.policies import FixedLength
-from specbench.predict.law import Answer, Chances, Floats, ReadAnswer
+from specbench.predict.law import Answer, Chances, Floats
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter, Scorer
-    from specbench.decoding.sampling import Sampling
 
 _ROWS = 64
-"""Rows of logits that are computed at a time: those of a whole answer may not fit into memory."""
+"""Rows of logits that are computed at a time."""
 
 _DRAFTED = 8
 """Tokens that a drafter on the target's cache reads at a time, before the target does."""
@@ -52,7 +51,7 @@ def chances_of(
     drafter: Drafter,
     answer: Answer,
     longest: int,
-    read: ReadAnswer | None = None,
+    logits: torch.Tensor | None = None,
     states: TargetStates | None = None,
 ) -> Chances:
     """Return what a drafter would do along an answer, with drafts of up to ``longest`` tokens.
@@ -60,155 +59,30 @@ def chances_of(
     Args:
         drafter, answer: The drafter and the answer.
         longest: The longest draft.
-        read: What its model has read (``read_answer``), of a cascade with logits; ``None`` if it does not read alone.
+        logits: Those of its model along the answer (``read_answer``); ``None`` if it does not read alone.
         states: The target's hidden states, if it is not known that the drafter needs none.
     """
-    if read is not None and not isinstance(drafter, CascadeDrafter):
-        drafts = np.clip(read.readable - np.arange(len(answer.tokens)), 0, longest)
-        return Chances.by_position(read.chances, drafts, longest)
-    most = drafter.max_passes if isinstance(drafter, CascadeDrafter) else None
-    along = _AlongAnswer(answer, longest, certain=isinstance(drafter, FreeDrafter), most_passes=most)
-    with known_passes(drafter, answer, read):
-        for i, context in _contexts(drafter, answer, states):
-            along.first = i
-            plan = StepPlan(longest, along, answer.transforms, along)  # type: ignore[arg-type]
-            along.note(run_to_end(drafter.propose(context, plan)))
-    return along.chances()
-
-
-# -- models ----------------------------------------------------------------------------------------
-
-
-def read_answer(
-    drafter: Drafter, answer: Answer, *, keep: bool = False, target: Scorer | None = None
-) -> ReadAnswer:
-    """Return the chances of a small model's drafts along an answer. Its cache holds the answer afterwards.
-
-    Args:
-        drafter, answer: The drafter and the answer.
-        keep: Whether to keep the logits, for the drafts of a cascade or a policy.
-        target: Reads every few tokens of the answer again after a drafter that drafts on its cache, as in decoding;
-            ``None`` where it is not there.
-
-    Raises:
-        UsageError: It needs the target, or the answer was sampled and its probabilities are not known.
-    """
-    if not reads_alone(drafter) or not isinstance(drafter, ModelDrafter):
-        raise UsageError(
-            f"What {drafter.traits.name} drafts is not told by its own pass over an answer alone.",
-            "Run it where the target is: specbench sweep, or specbench tune.",
-        )
+    most, free = longest, drafter
+    if isinstance(drafter, CascadeDrafter):
+        most, free = drafter.max_passes or longest, drafter.free
+    along = _AlongAnswer(
+        answer, longest, certain=isinstance(drafter, FreeDrafter), known=logits is not None, most_passes=most
+    )
     sampling = answer.transforms
-    if not sampling.greedy and answer.probabilities is None:
-        raise UsageError(
-            "The answer was sampled, and its tokens' probabilities are not known.", "Log it with logprobs."
-        )
-    scorer, prompt, n = drafter.scorer, len(answer.prompt), len(answer.tokens)
-    text = [*answer.prompt, *answer.tokens]
-    limit = drafter.context_limit
-    readable = n if limit is None else max(0, min(n, limit - prompt + 1))
-    chances, kept = np.zeros(n), list[torch.Tensor]()
-    drafter.begin(answer.prompt)
-    scorer.begin()  # also where it shares the target's cache
-    shared = target if isinstance(drafter, SelfDrafter) else None
-    chunk = _ROWS if shared is None else _DRAFTED
-    for first in range(0, readable, chunk):
-        last, verified = min(first + chunk, readable), prompt + first - 1
-        if shared is not None and verified:
-            shared.rollback(verified - chunk)  # to before what the drafter has read
-            shared.score(ForwardRequest(shared, text[:verified], rows=1, prompt=prompt))
-        logits = scorer.logits(text[: prompt + last - 1], rows=last - first, prompt=prompt)
-        before, after = text[: prompt + first], text[prompt + first : prompt + last]
-        if sampling.greedy:
-            choices = sampling.choose(logits, before, after[:-1])
-            chances[first:last] = np.equal(choices, after)
-        else:
-            assert answer.probabilities is not None
-            q = sampling.probabilities(logits, before, after[:-1])
-            chances[first:last] = np.minimum(1.0, _of(q, after) / answer.probabilities[first:last])
-        if keep:
-            kept.append(logits)
-    return ReadAnswer(chances, readable, torch.cat(kept) if kept else None)
-
-
-def _of(rows: torch.Tensor, tokens: Sequence[int]) -> Floats:
-    """Return each row's probability of its token."""
-    places = torch.tensor(tokens, device=rows.device)[:, None]
-    found: Floats = rows.gather(-1, places)[:, 0].double().cpu().numpy()
-    return found
-
-
-def target_probabilities(target: Scorer, answer: Answer) -> Floats:
-    """Return the target's probability of each token of a sampled answer, by its own pass."""
-    prompt, text, found = len(answer.prompt), [*answer.prompt, *answer.tokens], list[Floats]()
-    target.begin()
-    for first in range(prompt, len(text), _ROWS):
-        last = min(first + _ROWS, len(text))
-        request = ForwardRequest(target, text[: last - 1], rows=last - first, prompt=prompt)
-        after = text[first:last]
-        p = answer.transforms.probabilities(target.score(request).logits, text[:first], after[:-1])
-        found.append(_of(p, after))
-    return np.concatenate(found)
-
-
-class TargetStates:
-    """The target's hidden states along an answer, for drafters that need them.
-
-    They are those of one pass over the answer; but where a drafter also reads the target's cache, the target reads the
-    answer bit by bit, as in decoding.
-
-    Args:
-        target: The target.
-        drafter: What needs the states.
-        answer: The answer.
-    """
-
-    def __init__(self, target: Scorer, drafter: Drafter, answer: Answer) -> None:
-        self._target, self._layers = target, drafter.traits.layers
-        self._prompt, self._text = len(answer.prompt), [*answer.prompt, *answer.tokens]
-        self._bit_by_bit = any(
-            isinstance(model, SelfDrafter) or getattr(model.scorer, "target_cache", None) is not None
-            for model in models_of(drafter)
-        )
-        self._whole: torch.Tensor | None = None
-
-    def begin(self) -> None:
-        """Begin the answer, again or for the first time."""
-        if self._bit_by_bit or (self._layers and self._whole is None):
-            self._target.begin()
-        if self._layers and not self._bit_by_bit and self._whole is None:
-            self._whole = self._read(len(self._text))
-
-    def of(self, first: int, last: int) -> torch.Tensor | None:
-        """Return the states of the tokens from ``first`` up to ``last``, which follow those asked for before."""
-        if self._bit_by_bit:
-            return self._read(last)
-        return None if self._whole is None else self._whole[first:last]
-
-    def _read(self, length: int) -> torch.Tensor | None:
-        request = ForwardRequest(
-            self._target, self._text[:length], rows=1, layers=self._layers, prompt=self._prompt
-        )
-        return self._target.score(request).hidden
-
-
-# -- drafts ----------------------------------------------------------------------------------------
-
-
-def _contexts(
-    drafter: Drafter, answer: Answer, states: TargetStates | None
-) -> Iterator[tuple[int, list[int]]]:
-    """Yield the places after which a step can begin, with the context, which the drafter has learned from."""
+    if isinstance(free, FreeDrafter) and free.forces:  # forced tokens are left out of predictions
+        sampling = replace(sampling, format=None)
     nothing = torch.zeros(1, 1)  # in place of the target's logits
     context = list(answer.prompt)
-    if states is not None:
-        states.begin()
-    drafter.begin(context)
-    for i, token in enumerate(answer.tokens[:-1], 1):
-        fed = None if states is None else states.of(0 if i == 1 else len(context) - 1, len(context))
-        context.append(token)
-        drafter.update(StepOutcome(context, 1, nothing, states=fed))
-        yield i, context
+    with _known_passes(drafter, answer, logits):
+        drafter.begin(context)
+        for i, token in enumerate(answer.tokens[:-1], 1):
+            fed = None if states is None else states.of(0 if i == 1 else len(context) - 1, len(context))
+            context.append(token)
+            drafter.update(StepOutcome(context, 1, nothing, states=fed))
+            plan = StepPlan(longest, along, sampling, along)  # type: ignore[arg-type]
+            along.first = i
+            along.note(run_to_end(drafter.propose(context, plan)))
+    return along.chances()
 
 
 class _AlongAnswer(FixedLength):
@@ -220,7 +94,8 @@ class _AlongAnswer(FixedLength):
         answer: The answer.
         longest: The longest draft.
         certain: Whether nothing is gained by ending a draft, so that its length is known too.
-        most_passes: The most passes of a draft; ``None`` for any number.
+        known: Whether passes are known, so that a draft also goes on behind a wrong token, and tells its passes there.
+        most_passes: The most passes of a draft.
 
     Attributes:
         first: After how many tokens the draft begins.
@@ -229,13 +104,10 @@ class _AlongAnswer(FixedLength):
     unconditional = False
     first = 0
 
-    def __init__(
-        self, answer: Answer, longest: int, *, certain: bool, most_passes: int | None = None
-    ) -> None:
+    def __init__(self, answer: Answer, longest: int, *, certain: bool, known: bool, most_passes: int) -> None:
         super().__init__(longest)
-        self._most_passes = longest if most_passes is None else most_passes
         n = len(answer.tokens)
-        self._answer, self._certain = answer, certain
+        self._answer, self._certain, self._known, self._most_passes = answer, certain, known, most_passes
         self._accept, self._drafts = np.zeros((n, longest)), np.zeros(n, np.int64)
         self._passes = np.full((n, longest), np.nan)
 
@@ -249,8 +121,9 @@ class _AlongAnswer(FixedLength):
         place, tokens = len(draft.tokens), self._answer.tokens
         self._before.append(draft.passes or 0)
         if not self._certain:
-            wrong = place > 0 and draft.tokens[-1] != tokens[self.first + place - 1]
-            self._ended = wrong or self.first + place >= len(tokens) or self._survival < _RARE
+            at = self.first + place
+            off = at >= len(tokens) or (place > 0 and draft.tokens[-1] != tokens[at - 1])
+            self._ended = self._survival < _RARE or (off and not self._known)
         return not self._ended
 
     def draw(self, q: torch.Tensor) -> int:
@@ -272,14 +145,9 @@ class _AlongAnswer(FixedLength):
     def note(self, draft: Draft) -> None:
         """Note a finished draft."""
         count, i = len(draft.tokens), self.first
-        right = next(
-            (
-                j
-                for j, (a, b) in enumerate(zip(draft.tokens, self._answer.tokens[i:], strict=False))
-                if a != b
-            ),
-            min(count, len(self._answer.tokens) - i),
-        )
+        pairs = zip(draft.tokens, self._answer.tokens[i:], strict=False)
+        most = min(count, len(self._answer.tokens) - i)
+        right = next((j for j, (drafted, token) in enumerate(pairs) if drafted != token), most)
         self._accept[i, :right] = [self._drawn.get(j, 1.0) for j in range(right)]
         # Behind a wrong token each pass that is left gives one more.
         left = max(0, self._most_passes - (draft.passes or 0))
@@ -295,28 +163,91 @@ class _AlongAnswer(FixedLength):
         return Chances(self._accept, self._drafts, np.where(known, self._passes, means))
 
 
-def matching_path(draft: Draft, answer: Answer, i: int) -> list[int]:
-    """Return the nodes of a draft after the first i tokens that are the answer's next tokens."""
-    path: list[int] = []
-    for token in answer.tokens[i:]:
-        node = draft.child(path[-1] if path else -1, token)
-        if node is None:
-            break
-        path.append(node)
-    return path
+# -- models ----------------------------------------------------------------------------------------
 
 
-# -- passes that are known -------------------------------------------------------------------------
+def read_answer(drafter: Drafter, answer: Answer, target: Scorer | None = None) -> torch.Tensor:
+    """Return the logits that a small model drafts each token of an answer by, [tokens that it can draft, vocab].
+
+    Args:
+        drafter, answer: A drafter that ``reads_alone``, or the model of a cascade, and the answer.
+        target: Reads every few tokens of the answer again after a drafter that drafts on its cache, as in decoding;
+            ``None`` where it is not there.
+    """
+    assert isinstance(drafter, ModelDrafter)
+    scorer, prompt, text = drafter.scorer, len(answer.prompt), [*answer.prompt, *answer.tokens]
+    limit = drafter.context_limit
+    readable = len(text) if limit is None else min(len(text), limit + 1)
+    found = list[torch.Tensor]()
+    drafter.begin(answer.prompt)
+    scorer.begin()  # also where it shares the target's cache
+    shared = target if isinstance(drafter, SelfDrafter) else None
+    chunk = _ROWS if shared is None else _DRAFTED
+    for first in range(prompt, readable, chunk):
+        last = min(first + chunk, readable)
+        if shared is not None and first > 1:
+            shared.rollback(first - 1 - chunk)  # to before what the drafter has read
+            shared.score(ForwardRequest(shared, text[: first - 1], rows=1, prompt=prompt))
+        found.append(scorer.logits(text[: last - 1], rows=last - first, prompt=prompt))
+    return torch.cat(found) if found else torch.zeros(0, 1)
+
+
+def target_probabilities(target: Scorer, answer: Answer) -> Floats:
+    """Return the target's probability of each token of a sampled answer, by its own pass."""
+    prompt, text, found = len(answer.prompt), [*answer.prompt, *answer.tokens], list[Floats]()
+    target.begin()
+    for first in range(prompt, len(text), _ROWS):
+        last = min(first + _ROWS, len(text))
+        request = ForwardRequest(target, text[: last - 1], rows=last - first, prompt=prompt)
+        after = text[first:last]
+        p = answer.transforms.probabilities(target.score(request).logits, text[:first], after[:-1])
+        found.append(p.gather(-1, torch.tensor(after, device=p.device)[:, None])[:, 0].double().cpu().numpy())
+    return np.concatenate(found)
+
+
+class TargetStates:
+    """The target's hidden states along an answer, for drafters that need them.
+
+    They are those of one pass over the answer; but where a drafter also reads the target's cache, the target reads the
+    answer bit by bit, as in decoding.
+
+    Args:
+        target: The target.
+        drafter: What needs the states.
+        answer: The answer.
+    """
+
+    def __init__(self, target: Scorer, drafter: Drafter, answer: Answer) -> None:
+        self._target, self._layers = target, drafter.traits.layers
+        self._prompt, self._text = len(answer.prompt), [*answer.prompt, *answer.tokens]
+        self._bit_by_bit = any(hasattr(model.scorer, "target_cache") for model in models_of(drafter))
+        self._whole: torch.Tensor | None = None
+        if self._layers or self._bit_by_bit:
+            target.begin()
+        if self._layers and not self._bit_by_bit:
+            self._whole = self._read(len(self._text))
+
+    def of(self, first: int, last: int) -> torch.Tensor | None:
+        """Return the states of the tokens from ``first`` up to ``last``, which follow those asked for before."""
+        if self._bit_by_bit:
+            return self._read(last)
+        return None if self._whole is None else self._whole[first:last]
+
+    def _read(self, length: int) -> torch.Tensor | None:
+        request = ForwardRequest(
+            self._target, self._text[:length], rows=1, layers=self._layers, prompt=self._prompt
+        )
+        return self._target.score(request).hidden
 
 
 @contextmanager
-def known_passes(drafter: Drafter, answer: Answer, read: ReadAnswer | None) -> Iterator[None]:
-    """Within the block, answer the passes of a drafter's model from what it has read; without that, let it run."""
-    models: list[Any] = models_of(drafter) if read is not None else []
+def _known_passes(drafter: Drafter, answer: Answer, logits: torch.Tensor | None) -> Iterator[None]:
+    """Within the block, answer the passes of a drafter's model from known logits; without these, let it run."""
+    models: list[Any] = models_of(drafter) if logits is not None else []
     scorers = [model.scorer for model in models]
     try:
         for model in models:
-            model.scorer = _KnownPasses(model.scorer, len(answer.prompt), read)
+            model.scorer = _KnownPasses(model.scorer, len(answer.prompt), logits)
         yield
     finally:
         for model, scorer in zip(models, scorers, strict=True):
@@ -326,12 +257,12 @@ def known_passes(drafter: Drafter, answer: Answer, read: ReadAnswer | None) -> I
 class _KnownPasses:
     """A scorer that gives the logits of one pass over an answer, whatever it is fed.
 
-    Behind a token that is not the answer's, the logits at the places of the answer's next tokens stand for those that
-    only the drafter could give.
+    Behind a wrong token, the logits at the places of the answer's next tokens stand for those that only the drafter
+    could give.
     """
 
-    def __init__(self, scorer: Any, prompt: int, read: Any) -> None:
-        self._scorer, self._prompt, self._logits = scorer, prompt, read.logits
+    def __init__(self, scorer: Any, prompt: int, logits: Any) -> None:
+        self._scorer, self._prompt, self._logits = scorer, prompt, logits
         self.cached_len = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -345,42 +276,6 @@ class _KnownPasses:
 
     def score(self, request: ForwardRequest) -> ForwardOutput:
         self.cached_len = len(request.context) + len(request.tokens)
-        first, depths = len(request.context) - self._prompt, [0]
-        for i in range(len(request.tokens)):
-            parent = i - 1 if request.parents is None else request.parents[i]
-            depths.append(depths[parent + 1] + 1)
+        end = self.cached_len - self._prompt + 1
         last = len(self._logits) - 1
-        wanted = depths[-(request.rows or 1) :]
-        return ForwardOutput(self._logits[[min(first + depth, last) for depth in wanted]])
-
-
-class KnownTests:
-    """Transforms by which a model draws the answer's token as often as that is accepted, and else another one."""
-
-    def __init__(self, sampling: Sampling, answer: Answer, read: ReadAnswer) -> None:
-        self._sampling, self._answer, self._read = sampling, answer, read
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampling, name)
-
-    def probabilities(
-        self,
-        logits: torch.Tensor,
-        context: Sequence[int],
-        drafted: Sequence[int] = (),
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the distribution to draw from, [1, vocab]; for the arguments see ``Sampling``."""
-        answer, n = self._answer, len(self._answer.tokens)
-        first = len(context) - len(answer.prompt)
-        place = first + len(drafted)
-        q = torch.zeros(logits.shape) if out is None else out.zero_()
-        token = int(answer.tokens[place]) if place < n else -1
-        chance = 0.0
-        if token >= 0 and list(drafted) == list(answer.tokens[first:place]):
-            chance = float(self._read.chances[place])
-        other = next(each for each in logits[0].topk(2).indices.tolist() if each != token)
-        q[0, other] = 1.0 - chance
-        if chance:
-            q[0, token] = chance
-        return q
+        return ForwardOutput(self._logits[[min(row, last) for row in range(end - (request.rows or 1), end)]])

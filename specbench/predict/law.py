@@ -30,8 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    import torch
-
     from specbench.decoding.sampling import Sampling
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -75,20 +73,6 @@ class Answer:
         return np.maximum(longest - 1 - np.arange(n), 0)
 
 
-class ReadAnswer(NamedTuple):
-    """A model's own pass over an answer.
-
-    Attributes:
-        chances: The chance that each token is accepted where the model drafts it, [n].
-        readable: How many of the tokens it can draft, from the first: its context may be too short for others.
-        logits: The logits that each of these is drafted by, [readable, vocab]; ``None`` if they were not kept.
-    """
-
-    chances: Floats
-    readable: int
-    logits: torch.Tensor | None = None
-
-
 class Counts(NamedTuple):
     """Counts of the steps that give an answer, or what is expected of them.
 
@@ -113,24 +97,12 @@ class Chances:
         accept: At [i, j] the chance that token j (from 0) of a draft after the first i tokens is accepted, if those
             before it are; 0 where there is no such token. Shape [n, longest draft].
         drafts: How many tokens a draft after the first i tokens has, if it is as long as it can be, [n].
-        passes: At [i, j] the drafter's passes for token j of that draft; ``None`` for one each.
+        passes: At [i, j] the drafter's passes for token j of that draft.
     """
 
     accept: Floats
     drafts: NDArray[np.int64]
-    passes: Floats | None = None
-
-    @classmethod
-    def by_position(cls, chances: Floats, drafts: NDArray[np.int64], longest: int) -> Chances:
-        """Return those of a drafter whose token depends on the tokens before it alone.
-
-        Args:
-            chances: a of each token of the answer, [n].
-            drafts: See the class.
-            longest: The longest draft.
-        """
-        padded = np.concatenate([chances, np.zeros(longest)])
-        return cls(np.lib.stride_tricks.sliding_window_view(padded, longest)[: len(chances)], drafts)
+    passes: Floats
 
 
 def expected_steps(chances: Chances, room: NDArray[np.int64], gammas: Sequence[int]) -> list[Counts]:
@@ -162,8 +134,7 @@ def expected_steps(chances: Chances, room: NDArray[np.int64], gammas: Sequence[i
     begins = begins[:, :n]
     weights = begins[:, :, None] * within
     steps, tokens = begins.sum(axis=1).tolist(), (begins * drafted).sum(axis=1).tolist()
-    each = np.ones(chances.accept.shape) if chances.passes is None else chances.passes
-    together = np.concatenate([np.zeros((n, 1)), np.cumsum(each, axis=1)], axis=1)
+    together = np.concatenate([np.zeros((n, 1)), np.cumsum(chances.passes, axis=1)], axis=1)
     passes = (begins * together[np.arange(n), drafted]).sum(axis=1).tolist()
     tested, accepted = (weights * survival[:, :-1]).sum(axis=1), (weights * survival[:, 1:]).sum(axis=1)
     return list(map(Counts, steps, tokens, passes, tested, accepted))

@@ -93,7 +93,7 @@ def _sheet(forecast: Forecast, costs: PassCosts) -> Sheet:
         tokens = stats.ratio_text(forecast.tokens_per_step(row), "")
         rows.append([row.name, tokens, *speedup, places, stats.decimals(drafted)])
     headings = [
-        "policy",
+        "draft length",
         "tokens/step",
         *(["speedup"] if costs.target_s else []),
         "accepted at 1, 2, ...",
