@@ -355,7 +355,7 @@ bench/manifest.py:changes  test_cli_sweep.py -k incomparable
 + False
 
 a resumed search measures everything again
-tune/search.py:StoredSearch._measure  test_tune.py -k nothing_is_measured_again
+tune/search.py:Search.measured  test_tune.py -k nothing_is_measured_again
 - cell.key not in self._stored
 + cell.key not in self._stored or not cell.warmup
 """)

@@ -153,7 +153,7 @@ class Simulated:
         race = Race(names, PLAIN, limit=len(blocks), expected=expected)
         last_s: dict[str, float] = {}
 
-        def measured(name: str, block: Block, _: int) -> Timing:
+        def measured(name: str, block: Block) -> Timing:
             began = self.clock.now()
             timing = self.measure(name, block)
             last_s[name] = self.clock.now() - began

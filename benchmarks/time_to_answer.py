@@ -43,7 +43,7 @@ def tune(given: argparse.Namespace, models: list[str]) -> dict[str, Any]:
     if kept.is_file():
         return json.loads(kept.read_text())  # type: ignore[no-any-return]
     began = time.monotonic()
-    words = called("tune", *models, "--out", str(given.out / "tuned.toml"), "--json", "--quiet", "--overwrite",
+    words = called("tune", *models, "--out", str(given.out / "tuned.toml"), "--json", "--quiet",
                    "--results", str(given.out / "tune"))  # fmt: skip
     made = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     answer: dict[str, Any] = {**json.loads(made.stdout), "seconds": time.monotonic() - began}

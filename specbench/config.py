@@ -27,8 +27,7 @@ from specbench.specs.policies import parse_policy
 FILE_NAME = "specbench.toml"
 VERSION = 1
 PROVISIONAL = (
-    "is provisional: it is not sure yet that nothing is faster. To find out: `specbench tune --resume"
-    " --overwrite`."
+    "is provisional: it is not sure yet that nothing is faster. To find out: `specbench tune --resume`."
 )
 """End of a sentence about a provisional configuration."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -191,6 +192,11 @@ class Started:
             decoding=self.decoding,
             temperature=self.temperature,
         )
+
+    def start_command(self, setting: EngineSetting) -> list[str]:
+        """Return the command line of a setting, without a port."""
+        first = shlex.split(self.command) or self.engine.server
+        return [*first, *self.engine.words(self.target, setting.options), *self.arguments]
 
     def _command(self, setting: EngineSetting, port: int) -> list[str]:
         """Return the command line that starts the server of a setting on a port."""

@@ -44,7 +44,7 @@ def blocks(count: int) -> list[Block]:
 def run(
     race: Race, measure: Callable[[str, Block], Timing | None], count: int = 100, **options: object
 ) -> str:
-    for _ in run_race(race, blocks(count), lambda name, block, _: measure(name, block), **options):  # type: ignore[arg-type]
+    for _ in run_race(race, blocks(count), measure, **options):  # type: ignore[arg-type]
         pass
     return str(race.ending)
 
@@ -170,7 +170,7 @@ def test_categories_come_in_turn_so_that_what_differs_between_them_is_no_chance(
             block = Block(f"p-{number}", 0, kind if categories else "")
             speed = 1.5 if kind == "code" else 1 / 1.5
             wave = 1.0 + number % 4 / 100
-            race.add_block(block, {PLAIN: Timing(1, 1.0), "a": Timing(1, wave / speed)})
+            race.add([block], [{PLAIN: Timing(1, 1.0), "a": Timing(1, wave / speed)}])
         race.look(last=True)
         return race
 
@@ -197,8 +197,7 @@ def test_all_looks_together_spend_no_more_than_there_is():
     """One bound for each of the others at every look on the way, and at the last one."""
     race = new("a", "b", "c", limit=24)
     for block in blocks(6):
-        race.add_block(block, {name: Timing(1, 1.0 + wobble(name, block)) for name in race.running})
-    race.look()
+        race.add([block], [{name: Timing(1, 1.0 + wobble(name, block)) for name in race.running}])
     spent = 5 * 3 * race.level  # after 6, 8, 12, 16 and 24 blocks
     assert spent == pytest.approx(ERROR / 2)
     race.look(last=True)
@@ -239,9 +238,7 @@ def test_who_may_be_faster_than_a_new_leader_is_measured_again():
         speeds = {PLAIN: 1.0, "a": 3.0, "b": 2.7, "c": 2.0 * (1.0 + 0.4 * (number % 2))}
         if number >= 6:
             speeds |= {"a": 0.5, "c": 6.0}
-        race.add_block(block, {name: Timing(100, wave / speeds[name]) for name in race.running})
-        if race.look_due:
-            race.look()
+        race.add([block], [{name: Timing(100, wave / speeds[name]) for name in race.running}])
         if race.blocks == 6:
             assert (race.leader, set(race.eliminated)) == ("a", {"b"})
     assert race.leader == "c"
@@ -253,9 +250,7 @@ def test_a_race_that_is_decided_stays_so():
     race = new("fast")
     for block in blocks(8):
         speeds = {PLAIN: 1.0, "fast": 2.0 if race.blocks < 6 else 0.1}
-        race.add_block(block, {name: Timing(100, 1.0 / speeds[name]) for name in race.running})
-        if race.look_due:
-            race.look()
+        race.add([block], [{name: Timing(100, 1.0 / speeds[name]) for name in race.running}])
     assert (race.leader, race.verdict, race.decided) == ("fast", "faster", True)
 
 

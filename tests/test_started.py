@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from cli_runs import Cli, write_prompts
 from forked import Forked, specbench
 from head_files import eagle_tensors, speculators_settings, write_head
 from regret import FakeClock
-from scripted_engine import ScriptedEngine, in_group, quiet
+from scripted_engine import ScriptedEngine, quiet
 
-from specbench.base.record import Estimate
 from specbench.bench.engines import guard
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import EngineProcess, StartError, free_port
@@ -29,17 +29,16 @@ from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.bench.prompts import load_prompts
-from specbench.bench.serving import Workload
 from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
-from specbench.results.lines import Generation, Group, ServerAnswer, Speculation
+from specbench.results.lines import Generation, ServerAnswer
 from specbench.results.run import TargetModel
-from specbench.rows import Row, conditions_of
+from specbench.rows import Row
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.started import engine_drafters, started_engine
-from specbench.tune.answer import batch_lines, schedule, start_command
-from specbench.tune.engine_search import EngineSearch
+from specbench.tune.search import Search
+from specbench.tune.tries import choose
 
 STUB = f"{sys.executable} {Path(__file__).with_name('engine_process.py')}"
 TARGET = ModelSpec("gguf", "/models/target.gguf")
@@ -228,20 +227,14 @@ class TimedEngine(ScriptedEngine):
         step_s: tuple[float, float] = (0.1, 0.01),
         limit: int | None = None,
         drift: float = 0.0,
-        batch_cost: float = 0.0,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.clock, self.settings, self.rate, self.step_s = clock, settings, rate, step_s
-        self.limit, self.drift, self.batch_cost = limit, drift, batch_cost
+        self.limit, self.drift = limit, drift
         self.running: dict[str, None] = {}
-        self.starts: dict[str, Any] = {}
         self.began: list[str] = []
         self._random = random.Random(seed)
-
-    @property
-    def capacity(self) -> int:
-        return len(self.settings) if self.limit is None else self.limit
 
     def fits(self, names: list[str]) -> bool:
         for name in names:
@@ -257,6 +250,9 @@ class TimedEngine(ScriptedEngine):
         while self.limit is not None and len(self.running) >= self.limit:
             del self.running[next(iter(self.running))]
         self.running[name] = None
+
+    def start_s(self, name: str) -> float:
+        return 0.0 if name in self.running else 5.0
 
     def encode(self, prompt: Any, answers: Any) -> Any:
         return prompt.id
@@ -274,10 +270,7 @@ class TimedEngine(ScriptedEngine):
             for at in range(accepted):
                 kept[at] += 1
             done, steps, drafted = done + accepted + 1, steps + 1, drafted + setting.gamma
-        seconds = steps * (
-            self.step_s[0]
-            + self.step_s[1] * setting.gamma * (1 + self.batch_cost * ((config.condition.batch or 1) - 1))
-        )
+        seconds = steps * (self.step_s[0] + self.step_s[1] * setting.gamma)
         seconds *= (1.0 + self.drift * (self.clock.seconds % 600 > 300)) * self._random.gauss(1.0, 0.01)
         self.clock.seconds += seconds
         server = ServerAnswer(
@@ -288,18 +281,6 @@ class TimedEngine(ScriptedEngine):
             (), 0.0, seconds, prompt_tokens=7, new_tokens=tokens, finish_reason="length", server=server
         )
 
-    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> Group:
-        each = self.generate(config, workload.requests[0].prompt, decoding, seed=0)
-        assert each.server is not None
-        counts = Speculation(
-            drafted=each.server.drafted, accepted=each.server.accepted, drafts=each.server.drafts
-        )
-        return Group(
-            requests=[in_group(each, asked, arrived_s=0.0, queued_s=0.0) for asked in workload.requests],
-            clients=workload.clients, seconds=each.decode_s, tokens=each.new_tokens * len(workload.requests),
-            speculation=counts,
-        )  # fmt: skip
-
 
 def search(
     folder: Path,
@@ -307,9 +288,8 @@ def search(
     *,
     minutes: float = 30.0,
     seed: int = 0,
-    batches: tuple[int, ...] = (),
     **more: Any,
-) -> tuple[EngineSearch, TimedEngine, Sweep]:
+) -> tuple[Search, TimedEngine, Sweep]:
     small = EngineDrafter(parse_drafter("org/small"), ModelSpec("gguf", "small.gguf"))
     drafters = [EngineDrafter("ngram-simple"), small]
     made = settings_of(engine, TARGET, drafters)
@@ -318,19 +298,19 @@ def search(
         "gammas": (), "policies": (), "decoding": DecodingOptions(max_new_tokens=48), "repeats": 2, "warmup": 0,
         "turns": 1, "seed": seed, "servers": tuple(each.name for each in made),
     }  # fmt: skip
+    options = SweepOptions(**base)
     names = [(each.name, each.gamma or None) for each in made]
-    configs = server_rows(SweepOptions(**base), names)
-    options = SweepOptions(conditions_of(batch=batches), **base)
-    sweep = Sweep(options, prompts, tuple(configs + (server_rows(options, names) if batches else [])))
+    sweep = Sweep(options, prompts, tuple(server_rows(options, names)))
     settings = {each.name: each for each in made}
     clock = FakeClock()
 
     timed = TimedEngine(clock, settings, seed=seed, **more)
     run = describe_run(sweep, TargetModel(name="t"), {"engine": "x"})
     with open_run(folder, run) as store:
-        found = EngineSearch(
-            sweep, settings, store, timed, clock=clock, seconds=60 * minutes, until=60 * minutes,  # type: ignore[arg-type]
-            snapshot=quiet,
+        found = Search(
+            sweep, store, timed, partial(choose, settings=settings),  # type: ignore[arg-type]
+            {name: each.family for name, each in settings.items()}, clock=clock, seconds=60 * minutes,
+            until=60 * minutes, servers=timed, snapshot=quiet,  # type: ignore[arg-type]
         )  # fmt: skip
         for _ in found.measure():
             pass
@@ -385,37 +365,6 @@ def test_an_interrupted_search_continues_with_what_is_stored(tmp_path, monkeypat
     assert second.predicted == first.predicted
     assert second.race.verdict == whole.race.verdict == "faster"
     assert second.race.blocks > first.race.blocks
-
-
-def test_draft_lengths_by_batch_size_reach_the_command_line(tmp_path):
-    engine = started_engine("llama.cpp")
-    found, timed, _ = search(
-        tmp_path / "run", engine, rate=RATE, batches=(4, 16), batch_cost=0.5, minutes=120.0
-    )
-    leader = timed.settings[found.race.leader]
-    assert found.batches.keys() == {4, 16}
-    assert max(found.batches[16], key=lambda gamma: found.batches[16][gamma].value) < leader.gamma
-    ranges = schedule(found.batches, leader.gamma)
-    assert (ranges[0][0], ranges[-1][1]) == (1, 16)
-    _, needs = start_command(engine, TARGET, leader, found.batches, ("--tp", "2"), "")
-    assert "one draft length for all batch sizes" in needs[-1]
-    vllm = started_engine("vllm")
-    setting = EngineSetting("x@4", "x", 4, {"--speculative-config": {"num_speculative_tokens": 4}})
-    measured = {2: {0: 1.0, 4: 1.5}, 8: {0: 1.0, 4: 0.9, 1: 1.1}, 32: {0: 1.0, 4: 0.5}}
-    batches = {
-        batch: {gamma: Estimate(value, None, None, 2) for gamma, value in ratios.items()}
-        for batch, ratios in measured.items()
-    }
-    assert [*batch_lines(batches)][-1] == (
-        "In a batch of 32 requests, γ=4 has 0.50× [too few to say] the throughput of plain decoding: better no drafts."
-    )
-    words, _ = start_command(vllm, TARGET, setting, batches, (), "")
-    config = json.loads(words[words.index("--speculative-config") + 1])
-    assert config["num_speculative_tokens_per_batch_size"] == [[1, 2, 4], [3, 8, 1], [9, 32, 0]]
-    eagle = EngineSetting("x@4", "x", 4, {"--speculative-algorithm": "EAGLE3"})
-    words, needs = start_command(started_engine("sglang"), TARGET, eagle, batches, (), "")
-    assert words[-3:] == ["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"]
-    assert '"3": {"candidate_steps": [1]}' in needs[-1]
 
 
 # -- commands ----------------------------------------------------------------------------------------

@@ -16,15 +16,15 @@ EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("generate", ("show_accepted",), "json_output", ""),
     ("generate chat serve check", ("drafter", "draft_policy", "gamma"), "recipe", "it has its own"),
     ("check", ("prompts",), "outputs", "the file has its own prompts"),
-    ("check", ("drafter", "draft_policy", "gamma", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
-     "outputs", "its outputs are finished, and greedy"),
+    ("check", ("drafter", "draft_policy", "gamma", "max_new_tokens", "temperature"), "outputs",
+     "its outputs are finished, and greedy"),
     ("sweep", ("drafter", "baseline", "gamma", "draft_policy", "cache", ModelOptions, "model_defaults", "format"),
      "server", "it is for models"),
     ("sweep", ("engine",), "server", "it starts its own servers"),
     ("sweep", ("context",), "engine", "start its server and measure it with --server"),
     ("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     ("sweep", ("baseline", "cache", ModelOptions, "format"), "engine", "it is for specbench's own decoding"),
-    ("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine", "it is for specbench's own decoding"),
+    ("tune", (ModelOptions, "out", "format"), "engine", "it is for specbench's own decoding"),
     ("tune", ("for_engine",), "engine", "it tunes that engine alone"),
 )  # fmt: skip
 """Commands, options (names of parameters, or classes whose fields are) that cannot be combined with another one, that
@@ -36,7 +36,7 @@ NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("generate", ("batch",), "prompts", ""),
     ("sweep", ("minutes",), "until", ""),
     ("sweep", ("engine_command", "arguments"), "engine", ""),
-    ("tune", ("engine_command", "arguments", "batch"), "engine", ""),
+    ("tune", ("engine_command", "arguments"), "engine", ""),
 )
 """The same for options that have a meaning only with another one; of several others one is enough."""
 

@@ -10,7 +10,7 @@ import typer
 
 from specbench.cli.options import EngineName, drafters_field, prompts_field
 from specbench.export.registry import ENGINES
-from specbench.options import DECODING, MODELS, OUTPUT, CacheKind, SamplingOptions, group
+from specbench.options import DECODING, MODELS, OUTPUT, SamplingOptions, group
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -173,21 +173,10 @@ class SearchOptions:
     )
     prompts: tuple[str, ...] = prompts_field()
     temperature: float = _decoding(0.0, "--temperature -t X", "Temperature; 0 for greedy decoding.", min=0.0)
-    cache: CacheKind | None = _decoding(
-        None,
-        "--cache KIND",
-        "KV cache: dynamic, preallocated, static, compiled or none. Default: preallocated where forward passes are"
-        " faster with it.",
-    )
     for_engine: EngineName | None = _option(
         None,
         "--for ENGINE",
         "Only what an engine supports, so that the answer can be exported to it: " + ", ".join(ENGINES) + ".",
-    )
-    batch: str | None = _option(
-        None,
-        "--batch RANGE",
-        "With --engine: batch sizes to measure at the end, for a schedule of draft lengths.",
     )
     minutes: float | None = _option(
         None,
@@ -195,9 +184,7 @@ class SearchOptions:
         f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, or more for a slow target; with"
         f" --engine {ENGINE_MINUTES:g}.",
     )
-    seed: int = _option(0, "--seed N", "Seed of the random order and of sampling.", min=0)
     out: Path = _output(Path("specbench.toml"), "--out -o FILE", "File to write the configuration found to.")
-    overwrite: bool = _output(False, "--overwrite", "Overwrite --out.")
     results: Path | None = _output(
         None, "--results FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."
     )
@@ -228,12 +215,15 @@ class ChosenPrompts:
 
 
 def chosen_prompts(
-    options: ComparedOptions | SearchOptions, limit: int | None, progress: Progress | None = None
+    options: ComparedOptions | SearchOptions,
+    limit: int | None,
+    progress: Progress | None = None,
+    seed: int = 0,
 ) -> ChosenPrompts:
     """Return the prompts of ``--prompts``, and where they come from."""
     from specbench.bench.suites import choose_prompts
 
     named = options.prompts or (_DEFAULT_PROMPTS,)
-    prompts, suites = choose_prompts(named, limit, seed=options.seed, progress=progress)
+    prompts, suites = choose_prompts(named, limit, seed=seed, progress=progress)
     sources = {"prompts": [Path(name).name for name in named], "limit": limit}
     return ChosenPrompts(tuple(prompts), sources, tuple(suites))

@@ -39,12 +39,10 @@ def tune(
     """
     if search.minutes is not None and not search.minutes > 0:
         raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")
-    if servers.engine is not None:
-        from specbench.cli.tune_engine import tune_engine
+    from specbench.cli.tune_run import tune_engine, tune_models
 
+    if servers.engine is not None:
         search = replace(search, minutes=search.minutes or ENGINE_MINUTES)
         tune_engine(target, search, template, servers, decoding, arguments or ())
         return
-    from specbench.cli.tune_run import run_tune
-
-    run_tune(target, search, template, models, decoding)
+    tune_models(target, search, template, models, decoding)

@@ -1,4 +1,4 @@
-"""Running `specbench tune`: from options to the answer."""
+"""Running `specbench tune`, of specbench's own configurations or of an engine's: from options to the answer."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ from specbench.cli.sweep_run import RunJob
 from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
 from specbench.experiment import FOLDER, new_folder
-from specbench.export.registry import ENGINES, load_engine, load_engines
+from specbench.export.registry import load_engine
 from specbench.options import quantized
 from specbench.recipe import Recipe
-from specbench.results.store import RunStore, read_run, stored_runs
+from specbench.results.store import RunStore, stored_runs
 from specbench.rows import conditions_of
-from specbench.specs.drafters import parse_drafter
-from specbench.tune.candidates import GAMMAS, MIN_SHARE, rules_to_try
+from specbench.specs.drafters import Several, parse_drafter
+from specbench.tune.candidates import GAMMAS, rules_to_try, with_policies
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from specbench.bench.engines.own import ModelEngine
-    from specbench.cli.sweep_options import SearchOptions
+    from specbench.base.record import Json
+    from specbench.bench.engines.launched import LaunchedEngine
+    from specbench.cli.sweep_options import SearchOptions, ServerOptions
     from specbench.decoding.theory import PassCosts
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
-    from specbench.predict.here import Report
-    from specbench.results.results import Results
-    from specbench.results.run import TuningAnswer
+    from specbench.results.run import Tuning, TuningAnswer
     from specbench.tune.race import Race
-    from specbench.tune.search import StoredSearch
+    from specbench.tune.search import Search
 
 _REPEATS = 3
 """Times that a prompt is decoded at most."""
@@ -56,7 +55,7 @@ _ENDING_S, _ENDING_SHARE = 3.0, 0.03
 """Seconds, and share of the time, for what comes after the race."""
 
 
-def run_tune(
+def tune_models(
     target: str,
     search: SearchOptions,
     template: TemplateOptions,
@@ -64,11 +63,8 @@ def run_tune(
     decoding: DecodingOptions,
 ) -> None:
     """Find the fastest configuration, write and print it; for the arguments see ``specbench.cli.tune``."""
-    quiet, minutes = search.quiet, search.minutes or MINUTES
-    clock, start = WallClock(), load_snapshot()
+    quiet, clock, start = search.quiet, WallClock(), load_snapshot()
     began = clock.now()
-    if search.out.exists() and not search.overwrite:
-        raise UsageError(f"{str(search.out)!r} exists already.", "Add --overwrite, or give another --out.")
     with file_errors(f"{str(search.out)!r} cannot be written", "Give another --out.", kind=UsageError):
         require_writable(search.out.parent)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(search.drafter)) if not spec.is_plain]
@@ -77,16 +73,17 @@ def run_tune(
         if only is not None and not only.supports(spec):
             supported = f"Supported: {only.describe_drafters()}."
             raise UsageError(f"{only.title} does not support the drafter {spec}.", supported)
+        if isinstance(spec, Several):
+            raise UsageError(
+                f"The drafter {spec} cannot be predicted.", "Measure it with `specbench sweep --until sure`."
+            )
     with starting(quiet) as progress:
         chosen = chosen_prompts(search, None, progress)
-    prompts = tuple(interleave(chosen.prompts))
     base = Recipe.of_target(target, models, decoding, template)
     sources = {**describe_models(base, given), **chosen.sources, "tune": True}
-    folder = tune_folder(search, sources["target"])
-    stored = read_run(folder) if search.resume and RunStore.exists(folder) else None
-    kind: Any = search.cache if stored is None else stored.configs[0].cache
-    chained = quantized(models.dtype) is not None
-    policies = rules_to_try(greedy=search.temperature == 0, chained=chained)
+    folder = _folder(search, sources["target"])
+    continued = "" if search.resume and RunStore.exists(folder) else None
+    policies = rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None)
     options = SweepOptions(
         conditions_of(temperature=[search.temperature]),
         gammas=GAMMAS,
@@ -95,58 +92,115 @@ def run_tune(
         repeats=_REPEATS,
         warmup=0,
         turns=1,
-        seed=search.seed,
         template=template,
     )
     with starting(quiet) as progress, quiet_transformers():
         from specbench.bench.engines.own import check_engine
         from specbench.decoding.sampling import Sampling
-        from specbench.tune.loading import configurations, load_candidates
+        from specbench.tune.loading import asked_for, configurations, load_candidates
 
         Sampling(temperature=search.temperature)  # refuses one that is no temperature
         check_engine(base, given, options, progress)
-        try:
-            RunStore.check_writable(folder)
-        except UsageError as error:  # whose advice is that of a sweep
-            raise UsageError(error.message, "Give other --search.") from error
+        RunStore.check_writable(folder)
         engine, cache, notes = load_candidates(
-            base.target, given, models, formatted=decoding.format is not None, cache=kind, only=only,
-            progress=progress,
+            base.target, given, models, formatted=decoding.format is not None, only=only, progress=progress
         )  # fmt: skip
+        from specbench.cli.setting import drafter_notes
+        from specbench.predict.here import predict_rows
+        from specbench.tune import predicted
+
     base = replace(base, caching=replace(base.caching, cache=cache))
     configs = tuple(configurations(options, engine, base, only))
-    sweep = Sweep(options, prompts, configs, suites=chosen.suites)
+    sweep = Sweep(options, tuple(interleave(chosen.prompts)), configs, suites=chosen.suites)
     if search.minutes is not None or search.resume:  # they are for what comes after loading
         began = clock.now()
+    notes += drafter_notes(each.outcome for each in engine.drafters)
+
+    def choose(searching: Search) -> Tuning:
+        def predict(
+            outputs: Mapping[str, Sequence[int]], costs: PassCosts
+        ) -> tuple[dict[str, float], dict[str, str]]:
+            found, failed = predict_rows(engine, sweep, configs[0], outputs, costs, searching.report)
+            speedups = {name: each.speedup.value for name, each in found.items()}
+            return with_policies(configs, speedups), failed
+
+        return predicted.choose(searching, predict, longer=search.minutes is None)
+
     job = TuneJob(sweep, engine, folder, quiet)
-    with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
-        from specbench.cli.setting import drafter_notes
-
-        notes += drafter_notes(each.outcome for each in engine.drafters)
-        job.say_at_start(start, notes, None if stored is None else "")
-        from specbench.tune.loading import asked_for
-        from specbench.tune.search import Search
-
-        searching = Search(
-            sweep,
-            store,
-            engine,
-            predict=partial(_predict, engine, sweep, progress.update),
-            longer=search.minutes is None,
-            clock=clock,
-            seconds=60 * minutes,
-            until=began + 60 * minutes - max(_ENDING_S, _ENDING_SHARE * 60 * minutes),
-            asked=asked_for(configs, engine, given, [only] if only else load_engines().values()),
-            progress=progress,
-        )
-        job.watch(searching, progress)
-        answer = job.answer(searching, store)
-    _show(job, answer, searching, search)
-    if searching.race.ending == "interrupted":
-        raise typer.Exit(exit_code_of_interrupt())
+    with StageProgress(quiet, animated=False) as progress:
+        job.say_at_start(start, notes, continued)
+        answer, searching = job.search(
+            sources, choose, {row.id: row.drafter for row in configs}, asked_for(configs, engine, given),
+            began, 60 * (search.minutes or MINUTES), progress,
+        )  # fmt: skip
+    written = _write_configuration(job, answer, searching, search.out)
+    lines = [f"Decode:  {command}"] if (command := job.command()) else []
+    facts: Json = {"configuration": str(search.out) if written else None}
+    if searching.race.verdict == "faster":
+        facts["export"] = job.export_command(search.for_engine or "vllm")
+        other = "" if search.for_engine else "  (or another engine)"
+        lines.append(f"Deploy:  specbench serve, or {facts['export']}{other}")
+    provisional = " (provisional)" if answer.provisional else ""
+    commands = "generate, chat, serve, sweep and check"
+    saved = f"Saved: {search.out}{provisional}, which {commands} read in this folder or with --config."
+    job.show(answer, searching, search, lines, facts, [saved] if written else [])
 
 
-def tune_folder(search: SearchOptions, target: str) -> Path:
+def tune_engine(
+    target: str,
+    search: SearchOptions,
+    template: TemplateOptions,
+    servers: ServerOptions,
+    decoding: DecodingOptions,
+    arguments: Sequence[str],
+) -> None:
+    """Find an engine's fastest setting and print its command line; for the arguments see ``specbench.cli.tune``."""
+    assert search.minutes is not None
+    from specbench.started import Started
+
+    clock, start, quiet = WallClock(), load_snapshot(), search.quiet
+    began = clock.now()
+    with starting(quiet) as progress, quiet_transformers():
+        chosen = chosen_prompts(search, None, progress)
+        assert servers.engine is not None
+        planned = Started.of(
+            servers.engine, target, search.drafter, decoding, search.temperature,
+            command=servers.engine_command, arguments=arguments, usual=True,
+        )  # fmt: skip
+    planned = replace(planned, eager=False)
+    at = conditions_of(temperature=[search.temperature])
+    options = planned.options(SweepOptions(at, repeats=_REPEATS, turns=1, template=template))
+    configs = planned.rows(options)
+    settings = {row.id: each for row, each in zip(configs, planned.settings, strict=True)}
+    named: dict[str, list[str]] = {}
+    for name, each in settings.items():
+        if each.family and each.family not in planned.engine.ngrams:
+            named.setdefault(each.family, []).append(name)
+    sweep = Sweep(options, tuple(interleave(chosen.prompts)), tuple(configs), suites=chosen.suites)
+    folder = _folder(search, planned.name)
+    RunStore.check_writable(folder)
+    with (
+        StageProgress(quiet, animated=False) as progress,
+        planned.opened(options, lambda _: folder, progress) as ready,
+    ):
+        from specbench.tune import tries
+
+        made: Any = ready.engine
+        job = TuneJob(sweep, made, folder, quiet)
+        job.say_at_start(start, (), "" if search.resume else None)
+        answer, searching = job.search(
+            {**ready.sources, **chosen.sources, "tune": True}, partial(tries.choose, settings=settings),
+            {name: each.family for name, each in settings.items()}, named, began, 60 * search.minutes, progress,
+            made,
+        )  # fmt: skip
+        said = made.summary()
+    command, needs = planned.start_command(settings[answer.choice]), list(settings[answer.choice].needs)
+    facts = {"engine": planned.engine.name, "command": command, "needs": needs}
+    lines = [*needs, f"Start:  {shlex.join(command)}"]
+    job.show(answer, searching, search, lines, facts, [said] if said else [])
+
+
+def _folder(search: SearchOptions, target: str) -> Path:
     """Return the folder of the run: the given one, with ``--resume`` the newest unfinished one, or a new one."""
     if search.results is not None:
         if not search.resume:
@@ -177,117 +231,111 @@ def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
 class TuneJob(RunJob):
     """A search for the fastest configuration."""
 
-    def watch(self, search: StoredSearch[Any], progress: StageProgress) -> None:
-        """Run a search, and show its race. After an interrupt, one that has raced something gives the best so far."""
-        labels = {config.id: config.label for config in self.sweep.configs}
-        ended = False
-        try:
-            for race in search.measure():
-                progress.update("racing", 0, None, note=race_state(race, labels, search.left_s))
-            ended = search.race.ending != "interrupted"
-        finally:
-            if not ended:
-                self.say(
-                    f"Measurements are in {self.folder}; to continue, run the same command with --results"
-                    f" {shlex.quote(str(self.folder))} {search.more}."
-                )
+    def search(
+        self,
+        sources: dict[str, Any],
+        choose: Callable[[Search], Tuning],
+        families: Mapping[str, str],
+        asked: Mapping[str, Collection[str]],
+        began: float,
+        seconds: float,
+        progress: StageProgress,
+        servers: LaunchedEngine | None = None,
+    ) -> tuple[TuningAnswer, Search]:
+        """Search, show the race, and store the answer in the run for reports and exports.
 
-    def answer(self, search: StoredSearch[Any], store: RunStore) -> TuningAnswer:
-        """Return the answer of the search, after storing it in the run for reports and exports."""
+        After an interrupt, a race with a complete block gives the best so far.
+        """
         from specbench.results.results import load_results
         from specbench.tune.answer import find_answer
+        from specbench.tune.search import Search
 
-        answer = find_answer(search, load_results(self.folder))
-        assert store.run.tuning is not None
-        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=answer))
-        return answer
+        until = began + seconds - max(_ENDING_S, _ENDING_SHARE * seconds)
+        labels, ended = {config.id: config.label for config in self.sweep.configs}, False
+        with self.open_store(sources) as store:
+            search = Search(
+                self.sweep, store, self.engine, choose, families, clock=WallClock(), seconds=seconds, until=until,
+                asked=asked, servers=servers, progress=progress,
+            )  # fmt: skip
+            try:
+                for race in search.measure():
+                    progress.update("racing", 0, None, note=race_state(race, labels, search.left_s))
+                ended = search.race.ending != "interrupted"
+            finally:
+                if not ended:
+                    self.say(
+                        f"Measurements are in {self.folder}; to continue, run the same command with --results"
+                        f" {shlex.quote(str(self.folder))} --resume."
+                    )
+            answer = find_answer(search, load_results(self.folder))
+            assert store.run.tuning is not None
+            store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=answer))
+        return answer, search
 
-    def write_answer(self, answer: TuningAnswer, search: StoredSearch[Any], *lines: str) -> Results:
-        """Write the answer, lines and the table of all rows into two files; return the results."""
+    def command(self) -> str:
+        """Return the command that decodes with the winner, with models as the user typed them."""
+        from specbench.results.results import load_results
+        from specbench.results.summary import categorize, summarize
+        from specbench.show.answer import find_answers
+
+        results = load_results(self.folder)
+        (answer,) = find_answers(results, summarize(results), categorize(results), self.recipes)
+        return answer.command
+
+    def export_command(self, engine: str) -> str:
+        """Return the command that exports the fastest setting that an engine supports."""
+        words = ["specbench", "export", str(self.folder), "--to", engine]
+        models = {
+            model
+            for recipe in self.recipes.values()
+            for model in (recipe.target, *(each.model for each in recipe.drafter.models))
+        }
+        for source in sorted(each.source for each in models if each.kind in ("folder", "gguf")):
+            words += ["--model", source]
+        return shlex.join(words)
+
+    def show(
+        self,
+        answer: TuningAnswer,
+        search: Search,
+        asked: SearchOptions,
+        lines: Sequence[str],
+        facts: Json,
+        said: Sequence[str],
+    ) -> None:
+        """Write and print the answer with more lines, or as JSON with more facts; then what is ``said`` at the end.
+
+        Raises:
+            typer.Exit: The search was interrupted.
+        """
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
         from specbench.show.document import to_markdown
         from specbench.show.tables import summary_sheet
-        from specbench.tune.answer import answer_parts
+        from specbench.tune.answer import answer_parts, answer_text, as_json
 
-        results = load_results(self.folder)
-        summary = summarize(results)
-        said = to_markdown(*answer_parts(answer, search))
-        parts = [said, *lines, to_markdown(summary_sheet(summary))]
+        summary = summarize(load_results(self.folder))
+        kept = [] if self.recipes else lines  # commands name the folders of models
+        parts = [to_markdown(*answer_parts(answer, search)), *kept, to_markdown(summary_sheet(summary))]
         self.write_summary(summary, "\n\n".join(parts))
-        return results
-
-    def say_at_end(self, search: StoredSearch[Any], *lines: str) -> None:
-        """Print warnings, lines, and where the measurements are."""
+        if asked.json_output:
+            write_json({**as_json(answer, search), **facts, "results": str(self.folder)})
+        else:
+            text = answer_text(answer, search, lines, verbose=asked.verbose)
+            write_out(broken(terminal_safe(text), sys.stdout))
         for warning in search.warnings:
             self.warn(warning)
-        for line in (
-            *lines,
-            f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them.",
-        ):
+        shown = f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them."
+        for line in (*said, shown):
             self.say(line)
+        if search.race.ending == "interrupted":
+            raise typer.Exit(exit_code_of_interrupt())
 
 
-def _predict(
-    engine: ModelEngine, sweep: Sweep, report: Report, outputs: Mapping[str, Sequence[int]], costs: PassCosts
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Predict speedups from plain outputs, see ``Search``."""
-    from specbench.predict.here import predict_rows
-
-    plain = sweep.configs[0]
-    found = predict_rows(engine, sweep, plain, outputs, costs, least=MIN_SHARE, report=report)
-    return {name: each.speedup.value for name, each in found.rows.items()}, found.failed
-
-
-def _show(
-    job: TuneJob,
-    answer: TuningAnswer,
-    search: StoredSearch[Any],
-    asked: SearchOptions,
-) -> None:
-    """Write and print the answer."""
-    from specbench.tune.answer import answer_text, as_json, exports, exports_json, use_lines
-
-    results, out = job.write_answer(answer, search), asked.out
-    written = _write_configuration(job, answer, search, asked)
-    exported = None
-    if search.race.verdict == "faster":
-        engines = [asked.for_engine] if asked.for_engine else ENGINES
-        exported = exports(results, job.folder, job.recipes, engines)
-    if asked.json_output:
-        facts = {
-            **as_json(answer, search),
-            "configuration": str(out) if written else None,
-            "results": str(job.folder),
-            "exports": exports_json(exported or []),
-        }
-        write_json(facts)
-    else:
-        lines = use_lines(_command(job, results), exported)
-        text = answer_text(answer, search, lines, verbose=asked.verbose)
-        write_out(broken(terminal_safe(text), sys.stdout))
-    provisional = " (provisional)" if answer.provisional else ""
-    commands = "generate, chat, serve, sweep and check"
-    saved = f"Saved: {out}{provisional}, which {commands} read in this folder or with --config."
-    job.say_at_end(search, *([saved] if written else []))
-
-
-def _command(job: TuneJob, results: Results) -> str:
-    """Return the command that decodes with the winner, with models as the user typed them."""
-    from specbench.results.summary import categorize, summarize
-    from specbench.show.answer import find_answers
-
-    (answer,) = find_answers(results, summarize(results), categorize(results), job.recipes)
-    return answer.command
-
-
-def _write_configuration(
-    job: TuneJob, answer: TuningAnswer, search: StoredSearch[Any], asked: SearchOptions
-) -> bool:
+def _write_configuration(job: TuneJob, answer: TuningAnswer, search: Search, out: Path) -> bool:
     """Write the configuration file; return whether the answer can be expressed in one."""
     from specbench.tune.answer import fixed_gamma
 
-    out, cache = asked.out, asked.cache
     recipe = job.recipes[answer.choice]
     usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
     try:
@@ -298,9 +346,7 @@ def _write_configuration(
         job.say(f"note: {out} is not written: {error}")
         return False
     try:
-        write_config(
-            out, config.without("cache") if cache is None and recipe.caching.cache == usual else config
-        )
+        write_config(out, config.without("cache") if recipe.caching.cache == usual else config)
     except OSError as error:
         raise RunError(
             f"{str(out)!r} cannot be written ({reason(error)}).",

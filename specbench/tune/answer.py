@@ -1,34 +1,22 @@
-"""The answer of a search: as sentences, a table, JSON, and commands that use and export the winner."""
+"""The answer of a search: as sentences, a table and JSON."""
 
 from __future__ import annotations
 
 import math
-import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
 
-from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import counted, listed, one_line
-from specbench.export.output import export_fastest
-from specbench.export.registry import ENGINES, load_engine
-from specbench.export.setting import MeasuredSetting, RunSettings, Setting
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
 from specbench.results.summary import disturbance
 from specbench.rows import Row
 from specbench.show.document import Items, Paragraph, Part, Sheet, to_text
-from specbench.tune.candidates import NO_TIME, SUPPORTED
+from specbench.tune.candidates import NO_TIME
 from specbench.tune.race import MARGIN, Race
-
-if TYPE_CHECKING:
-    from specbench.export.start import EngineSetting, StartedEngine
-    from specbench.recipe import Recipe
-    from specbench.specs.models import ModelSpec
-    from specbench.tune.search import StoredSearch
+from specbench.tune.search import Search
 
 _NAMED, _OTHERS = 5, 3
 """Configurations that a sentence lists at most, and rivals with their intervals."""
@@ -58,23 +46,23 @@ class Tried:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def find_answer(search: StoredSearch[Any], results: Results) -> TuningAnswer:
+def find_answer(search: Search, results: Results) -> TuningAnswer:
     """Return the answer of a search; its choice is plain decoding if speculation does not pay.
 
-    It is provisional if the race is not decided, or was none: see ``race_needs``.
+    It is provisional if the race is not decided, or something that it needs was not measured: see ``race_needs``.
     """
     race, rows = search.race, search.rows
     disturbed = disturbance(results).partition(": ")[2]
     if not race.blocks:
         return _predicted_answer(search, disturbed)
     leader, verdict, best = race.leader, race.verdict, _best_drafting(race)
-    provisional = verdict == "open" or best is None or bool(_missing(search))
+    provisional = not race.decided or best is None or bool(_missing(search))
     what = "" if best is None else f"{_described(rows[best])}, {stats.ratio_text(race.speedup(best))}"
     if best is None:
         headline = "Not known: no drafter could be measured. Plain decoding is the provisional choice."
     elif verdict == "faster":
         headline = f"Yes: {what} over plain decoding."
-        if provisional or race.open:
+        if provisional:
             headline += " Whether it is the fastest is not known yet (provisional)."
     elif verdict in ("plain", "equal") and not provisional:
         said = "does not pay" if verdict == "plain" else "gains less than 5%"
@@ -102,7 +90,7 @@ def find_answer(search: StoredSearch[Any], results: Results) -> TuningAnswer:
     )
 
 
-def _predicted_answer(search: StoredSearch[Any], disturbed: str) -> TuningAnswer:
+def _predicted_answer(search: Search, disturbed: str) -> TuningAnswer:
     """Return the answer of a search whose time was over before the first block was complete."""
     race = search.race
     best = next(iter(race.names[1:]), race.plain)
@@ -112,7 +100,7 @@ def _predicted_answer(search: StoredSearch[Any], disturbed: str) -> TuningAnswer
     else:
         best = race.plain
         headline += "plain decoding."
-    details = [f"More time compares them: {search.more} --minutes N."]
+    details = ["More time compares them: --resume --minutes N."]
     if disturbed:
         details.append(f"{_capitalized(disturbed)} A quiet machine takes less time.")
     return TuningAnswer(headline=headline, details=details, choice=best, provisional=True, measured={})
@@ -137,7 +125,7 @@ def _measured_to_the_end(race: Race) -> list[str]:
     return [name for name in drafting if race.num_blocks(name)]
 
 
-def _missing(search: StoredSearch[Any]) -> list[str]:
+def _missing(search: Search) -> list[str]:
     """Return what the race needed and did not measure."""
     able = {*_measured_to_the_end(search.race)}
     return [what for what, names in search.needs(search.predicted).items() if able.isdisjoint(names)]
@@ -149,7 +137,7 @@ def _near_leader(race: Race) -> list[str]:
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
 
-def _details(search: StoredSearch[Any], disturbed: str) -> Iterator[str]:
+def _details(search: Search, disturbed: str) -> Iterator[str]:
     """Yield sentences, the first three of which belong to every answer: what was raced, and what was not."""
     race = search.race
     yield from _raced(search)
@@ -180,7 +168,7 @@ def _details(search: StoredSearch[Any], disturbed: str) -> Iterator[str]:
         yield f"The speedup is that of the best of {count} on these prompts: expect a little less on others."
 
 
-def fixed_gamma(search: StoredSearch[Any], choice: str) -> int | None:
+def fixed_gamma(search: Search, choice: str) -> int | None:
     """Return the best fixed γ with the drafter of a choice with another policy, by measurements before predictions."""
     race, chosen = search.race, search.rows[choice]
     if chosen.kind != "speculative" or chosen.gamma is not None:
@@ -196,7 +184,7 @@ def fixed_gamma(search: StoredSearch[Any], choice: str) -> int | None:
     return max(same, key=lambda each: search.predicted[each.id]).gamma if same else None
 
 
-def _raced(search: StoredSearch[Any]) -> Iterator[str]:
+def _raced(search: Search) -> Iterator[str]:
     """Yield a sentence on what else was raced, and how sure it is that none of it is faster."""
     race, best = search.race, _best_drafting(search.race)
     if best is None:
@@ -209,35 +197,35 @@ def _raced(search: StoredSearch[Any]) -> Iterator[str]:
     against = (
         f"beside plain decoding and {listed(others, _OTHERS)}" if others else "beside plain decoding alone"
     )
-    sentence = (
-        f"Raced on {race.ratio(best, race.plain).prompts} of {counted(search.prompts, 'prompt')} {against}"
-    )
+    prompts = counted(len(search.sweep.prompts), "prompt")
+    sentence = f"Raced on {race.ratio(best, race.plain).prompts} of {prompts} {against}"
     if others and race.decided and best == race.leader:
         sentence += "; with 95% confidence none of these is more than 5% faster"
     yield f"{sentence}."
 
 
-def _more_time(search: StoredSearch[Any]) -> str:
+def _more_time(search: Search) -> str:
     """Return a sentence on the time that it takes to decide the race."""
-    if search.prompts == 1:
+    if len(search.sweep.prompts) == 1:
         return "One prompt says nothing of others: give more with --prompts."
     needed = search.race.blocks_needed()
     if needed is None:
-        return f"More time is needed, how much is not known yet: {search.more} continues."
-    minutes = math.ceil((needed * search.block_s + search.overhead_s) / 60)
+        return "More time is needed, how much is not known yet: --resume continues."
+    starting_s = 0.0 if search.servers is None else search.servers.starting_s
+    minutes = math.ceil((needed * search.block_s + starting_s) / 60)
     if minutes > _LONG:
-        return f"More than {_LONG // 60} hours would be needed to decide it: {search.more} continues."
-    return f"About {counted(minutes, 'more minute')} would decide it: {search.more} --minutes {minutes}."
+        return f"More than {_LONG // 60} hours would be needed to decide it: --resume continues."
+    return f"About {counted(minutes, 'more minute')} would decide it: --resume --minutes {minutes}."
 
 
-def _unraced(search: StoredSearch[Any]) -> Iterator[str]:
+def _unraced(search: Search) -> Iterator[str]:
     """Yield a sentence on the drafters without a measurement to the end, those first that a race needs."""
     race, missing, found = search.race, _missing(search), dict[str, str]()
-    measured = {search.drafter_of(name) for name in _measured_to_the_end(race)}
+    measured = {search.families[name] for name in _measured_to_the_end(race)}
     failed = [name for name in race.names if name in race.failed]
     names = [*failed, *sorted(search.left_out, key=lambda name: -search.predicted.get(name, 0.0))]
-    for name in sorted(names, key=lambda name: search.drafter_of(name) not in missing):
-        drafter = search.drafter_of(name)
+    for name in sorted(names, key=lambda name: search.families[name] not in missing):
+        drafter = search.families[name]
         if drafter not in measured and drafter not in found:
             predicted = search.predicted.get(name)
             reason = search.left_out.get(name) or f"failed: {search.errors.get(name, '')}"
@@ -245,9 +233,8 @@ def _unraced(search: StoredSearch[Any]) -> Iterator[str]:
             of_it = [f"predicted {stats.decimals(predicted)}×"] if predicted is not None else []
             reasons = [*of_it, *([reason] if not reason.startswith("predicted") else [])]
             found[drafter] = f"{one_line(drafter)} ({'; '.join(reasons).rstrip('.: ')})"
-    kinds = [f"anything {what}" for what in missing if what not in found and what.startswith(SUPPORTED)]
-    if found or kinds:
-        yield f"Not compared: {listed([*found.values(), *map(one_line, kinds)], _NAMED)}."
+    if found:
+        yield f"Not compared: {listed([*found.values()], _NAMED)}."
 
 
 def _described(config: Row) -> str:
@@ -259,7 +246,7 @@ def _categories(best: Tuned | None) -> dict[str, Estimate]:
     return {one_line(name): each for name, each in best.categories.items() if each.prompts} if best else {}
 
 
-def tried(search: StoredSearch[Any]) -> Iterator[Tried]:
+def tried(search: Search) -> Iterator[Tried]:
     """Yield everything that was tried, the leader first."""
     race, rows = search.race, search.rows
     failed = [name for name in race.names if not race.num_blocks(name)]
@@ -297,7 +284,7 @@ _BOUNDS = (
 )
 
 
-def _table(search: StoredSearch[Any]) -> Sheet:
+def _table(search: Search) -> Sheet:
     """Return the table of the raced configurations."""
     rows = [
         [each.label, str(each.blocks), _speedup_cell(each), each.outcome]
@@ -313,7 +300,7 @@ def _speedup_cell(each: Tried) -> str:
     return stats.ratio_text(each.speedup, "")
 
 
-def answer_parts(answer: TuningAnswer, search: StoredSearch[Any]) -> list[Part]:
+def answer_parts(answer: TuningAnswer, search: Search) -> list[Part]:
     """Return the answer, its categories and the table of what was raced."""
     best = answer.measured.get(_best_drafting(search.race) or "")
     categories = [
@@ -329,9 +316,7 @@ def answer_parts(answer: TuningAnswer, search: StoredSearch[Any]) -> list[Part]:
     ]
 
 
-def answer_text(
-    answer: TuningAnswer, search: StoredSearch[Any], lines: Iterable[str], *, verbose: bool
-) -> str:
+def answer_text(answer: TuningAnswer, search: Search, lines: Iterable[str], *, verbose: bool) -> str:
     """Return the answer and further lines as text: its first sentences, or all of it with its table in 80 columns."""
     said = "".join(f"{line}\n" for line in (answer.headline, *answer.details[:3]))
     if verbose:
@@ -339,32 +324,7 @@ def answer_text(
     return said + "".join(f"{line}\n" for line in lines)
 
 
-def use_lines(command: str, exported: Sequence[Exported] | None) -> list[str]:
-    """Return how to decode with the answer, and how to deploy it.
-
-    Args:
-        command: The command that decodes with the winner; empty for none.
-        exported: Exports for other engines, see ``exports``; ``None`` if nothing is faster than plain decoding.
-    """
-    lines = [f"Decode:  {command}"] if command else []
-    return lines if exported is None else [*lines, f"Deploy:  {_deployed(exported)}"]
-
-
-def _deployed(exported: Sequence[Exported]) -> str:
-    """Return the command that exports the fastest setting, or what other engines have in its place."""
-    faster = [each for each in exported if each.measured.speedup.value > 1.0]
-    if not faster:
-        if not exported:
-            return "specbench serve  (nothing that other engines support was measured: specbench tune --for ENGINE)"
-        slow = max(exported, key=lambda each: each.measured.speedup.value)
-        return f"specbench serve  (the fastest of what {slow.engine} supports is {slow.measured})"
-    first = next((each for each in faster if each.setting.instead_of is None), faster[0])
-    same = [each.engine for each in faster if each.measured.config == first.measured.config]
-    own = "" if first.setting.instead_of is None else f"specbench serve, or {first.measured}:  "
-    return f"{own}{first.command}" + (f"  (or {', '.join(same[1:])})" if same[1:] else "")
-
-
-def as_json(answer: TuningAnswer, search: StoredSearch[Any]) -> Json:
+def as_json(answer: TuningAnswer, search: Search) -> Json:
     """Return the answer as JSON data; missing numbers are ``None``."""
     best = answer.measured.get(_best_drafting(search.race) or "")
     return {
@@ -375,10 +335,6 @@ def as_json(answer: TuningAnswer, search: StoredSearch[Any]) -> Json:
         "winner": answer.choice,
         "provisional": answer.provisional,
         "leader": search.race.leader,
-        "batches": {
-            str(batch): {str(gamma): ratio.value for gamma, ratio in ratios.items()}
-            for batch, ratios in search.batches.items()
-        },
         "blocks": search.race.blocks,
         **_estimate(best.speedup if best else None),
         "categories": {name: _estimate(ratio) for name, ratio in _categories(best).items()},
@@ -399,128 +355,3 @@ def _estimate(ratio: Estimate | None) -> dict[str, float | None]:
     if ratio is None or math.isnan(ratio.value):
         return {"speedup": None, "low": None, "high": None}
     return {"speedup": ratio.value, "low": ratio.low, "high": ratio.high}
-
-
-# -- an engine's own settings --------------------------------------------------------------------
-
-Range: TypeAlias = tuple[int, int, int]
-"""First and last batch size, and the draft length for them; 0 for no drafts."""
-
-
-def schedule(batches: Mapping[int, Mapping[int, Estimate]], gamma: int) -> list[Range]:
-    """Return the first and last batch size of each range and its best draft length; ``gamma`` is for one request.
-
-    A range ends with a measured batch size; neighbors with the same length are joined.
-    """
-    ranges: list[Range] = [(1, 1, gamma)]
-    for batch, ratios in sorted(batches.items()):
-        best = max(ratios, key=lambda each: ratios[each].value)
-        first, last, length = ranges[-1]
-        if length == best:
-            ranges[-1] = first, batch, length
-        else:
-            ranges.append((last + 1, batch, best))
-    return ranges
-
-
-def start_command(
-    engine: StartedEngine,
-    target: ModelSpec,
-    setting: EngineSetting,
-    batches: Mapping[int, Mapping[int, Estimate]],
-    arguments: Sequence[str],
-    wrapper: str,
-) -> tuple[list[str], list[str]]:
-    """Return the command line of a setting, and what must be done first or cannot be expressed.
-
-    Args:
-        engine, target: What is started.
-        setting: The winner.
-        batches: See ``StoredSearch``; draft lengths by batch size are set if they were measured.
-        arguments, wrapper: The user's own options and command, see ``StartedEngine.command_line``.
-    """
-    options, needs = setting.options, list(setting.needs)
-    ranges = schedule(batches, setting.gamma)
-    if setting.gamma and len(ranges) > 1:
-        options, needed = engine.with_schedule(options, ranges)
-        needs += [needed] if needed else []
-    first = shlex.split(wrapper) or engine.server
-    return [*first, *engine.words(target, options), *arguments], needs
-
-
-def batch_lines(batches: Mapping[int, Mapping[int, Estimate]]) -> Iterator[str]:
-    """Yield a sentence for each batch size: the best draft length, and its throughput over plain decoding."""
-    for batch, ratios in sorted(batches.items()):
-        drafting = max(
-            (gamma for gamma in ratios if gamma), key=lambda gamma: ratios[gamma].value, default=None
-        )
-        if drafting is not None:
-            gain = f"γ={drafting} has {stats.ratio_text(ratios[drafting])} the throughput of plain decoding"
-            better = ": better no drafts" if ratios[drafting].value <= 1.0 else ""
-            yield f"In a batch of {batch} requests, {gain}{better}."
-
-
-# -- other engines ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A setting that can be exported to an engine.
-
-    Attributes:
-        command: The command that exports it.
-        setting: The fastest setting that the engine supports.
-        measured: Its measurements in the run.
-    """
-
-    engine: str
-    command: str
-    setting: Setting
-    measured: MeasuredSetting
-
-
-def exports(
-    results: Results,
-    folder: Path,
-    recipes: Mapping[str, Recipe] | None = None,
-    engines: Iterable[str] = ENGINES,
-) -> list[Exported]:
-    """Return the fastest measured setting that each engine supports.
-
-    Args:
-        results: The run.
-        folder: Its folder.
-        recipes: Recipes with the paths of models, by configuration id.
-        engines: Their names.
-    """
-    settings = RunSettings(results).all()
-    found = []
-    for name in engines:
-        try:
-            setting, _ = export_fastest(load_engine(name), settings)
-        except UsageError:
-            continue
-        measured = setting.measured
-        if measured is not None:
-            words = ["specbench", "export", str(folder), "--to", name]
-            recipe = (recipes or {}).get(measured.config)
-            for model in (
-                () if recipe is None else (recipe.target, *(each.model for each in recipe.drafter.models))
-            ):
-                words += ["--model", model.source] if model.kind in ("folder", "gguf") else []
-            command = shlex.join(map(one_line, words))
-            found.append(Exported(name, command, setting, measured))
-    return found
-
-
-def exports_json(found: Sequence[Exported]) -> list[Json]:
-    """Return the exports as JSON data, an object for each engine."""
-    return [
-        {
-            "engine": each.engine,
-            "command": each.command,
-            "config": each.measured.config,
-            **_estimate(each.measured.speedup),
-        }
-        for each in found
-    ]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from specbench.results.run import Tuning
+from specbench.rows import Row
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
@@ -35,8 +36,6 @@ MIN_SHARE = 0.8
 out: other prompts, and passes that are slower within a step."""
 
 NO_TIME = "no time"
-SUPPORTED = "that "
-"""Begins what a race needs for another engine: ``that vLLM supports``."""
 
 _BLOCK_CHAIN = Auto(verification="block")
 """The chain of ``auto``, with block verification, above temperature 0."""
@@ -96,6 +95,15 @@ def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
 # -- selection -------------------------------------------------------------------------------------
 
 
+def with_policies(rows: Sequence[Row], predicted: Mapping[str, float]) -> dict[str, float]:
+    """Return predictions of draft lengths, and with them those of other policies: their drafter's best length."""
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row.drafter] = max(best.get(row.drafter, 0.0), predicted.get(row.id, 0.0))
+    others = {row.id: best[row.drafter] for row in rows if row.gamma is None and best[row.drafter] > 0}
+    return {**predicted, **others}
+
+
 def race_needs(
     drafters: Mapping[str, str], predicted: Mapping[str, float], asked: Mapping[str, Collection[str]]
 ) -> dict[str, Collection[str]]:
@@ -107,7 +115,7 @@ def race_needs(
     Args:
         drafters: The drafter of each candidate.
         predicted: Predicted speedups by id.
-        asked: Such as the drafters that the user named, and what an engine supports.
+        asked: Such as the drafters that the user named.
     """
     ranked = dict.fromkeys(drafters[name] for name in (*by_prediction(predicted), *drafters))
     best = {each: [name for name in drafters if drafters[name] == each] for each in list(ranked)[:2]}

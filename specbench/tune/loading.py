@@ -17,7 +17,7 @@ from specbench.models.target import default_cache
 from specbench.options import quantized
 from specbench.recipe import Recipe, with_small_models
 from specbench.specs.drafters import DrafterSpec, Mtp, SelfForm, SmallModel, after_grammar
-from specbench.tune.candidates import SUPPORTED, drafters_to_try, is_tried
+from specbench.tune.candidates import drafters_to_try, is_tried
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -36,7 +36,6 @@ def load_candidates(
     models: ModelOptions,
     *,
     formatted: bool = False,
-    cache: CacheKind | None = None,
     only: ExportEngine | None = None,
     progress: Progress | None = None,
 ) -> tuple[ModelEngine, CacheKind, list[str]]:
@@ -54,9 +53,9 @@ def load_candidates(
         UsageError: A given drafter does not fit the target, for example.
         RunError: The target could not be loaded.
     """
-    loaded, _ = prepare(target, (), models, cache=cache, progress=progress)
+    loaded, _ = prepare(target, (), models, progress=progress)
     model = loaded.language_model.model
-    kind = cache or default_cache(model.config, quantized=loaded.quantization is not None)
+    kind = default_cache(model.config, quantized=loaded.quantization is not None)
     forms = [] if only else _own_forms(models, sum(each.numel() for each in model.parameters()))
     notes = [note for note in (loaded.language_model.slower,) if note]
     loader = DrafterLoader(cache=kind, progress=progress, allow_pickle=models.allow_pickle)
@@ -132,21 +131,12 @@ def configurations(
     ]
 
 
-def asked_for(
-    configs: Iterable[Row],
-    engine: ModelEngine,
-    given: Sequence[DrafterSpec],
-    engines: Iterable[ExportEngine],
-) -> dict[str, list[str]]:
-    """Return what has to be raced: the ids of each given drafter, in any dtype, and of what engines support."""
-    rows, found = list(configs), dict[str, list[str]]()
+def asked_for(rows: Iterable[Row], engine: ModelEngine, given: Sequence[DrafterSpec]) -> dict[str, list[str]]:
+    """Return what has to be raced: the ids of each given drafter, in any dtype."""
+    found = dict[str, list[str]]()
     for spec in given:
         forms = {spec, with_small_models(spec, _as_int4)}
         forms |= {after_grammar(each) or each for each in forms}
         names = {each.name for each in engine.drafters if each.spec in forms}
         found[str(spec)] = [row.id for row in rows if row.drafter in names]
-    for other in engines:
-        names = {each.name for each in engine.drafters if other.exports(each.spec, each.training)}
-        fixed = [row.id for row in rows if row.drafter in names and row.gamma is not None]
-        found[f"{SUPPORTED}{other.title} supports"] = fixed
     return found

@@ -18,8 +18,7 @@ have to hold). Half of the total error is divided equally among the looks, whose
 blocks; the other half is for the last look, when the time is over.
 
 Nothing here decodes or knows a model: ``run_race`` asks ``measure`` for the time of one candidate on one block. If not
-all candidates fit into memory, they are measured in groups, each over several blocks. Plain decoding is part of every
-group, and tells how much slower the machine was than with the first one.
+all candidates fit into memory, several blocks are taken together, and each candidate decodes them one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -156,17 +155,25 @@ class Race(Judge):
 
     # -- blocks and looks --------------------------------------------------------------------------
 
-    def add_block(self, block: Block, timings: Timings, *, last: bool = True) -> None:
-        """Add the timings of a block.
+    def add(self, blocks: Sequence[Block], timings: Sequence[Timings]) -> None:
+        """Add the timings of some blocks that the same candidates decoded, then look if that became due.
 
-        Args:
-            block: The block.
-            timings: Timings of all running candidates; ``None`` for a failure, which eliminates the candidate. A block
-                does not count if plain decoding fails or any candidate emits nothing after the first token.
-            last: Whether it is the last of the blocks that the same candidates decode, so that others may run next.
+        A failure eliminates a candidate. A block does not count if plain decoding fails, or any candidate emits nothing
+        after the first token.
         """
+        due = False
+        for block, each in zip(blocks, timings, strict=True):
+            if self._add_block(block, each):
+                due |= look_due(self.blocks)
+        self._choose_running()
+        if due:
+            self.look()
+            self._sure = self.decided and self._speedup_is_known
+
+    def _add_block(self, block: Block, timings: Timings) -> bool:
+        """Add the timings of a block, and return whether it counts."""
         if timings[self.plain] is None:
-            return
+            return False
         for name in [name for name in self.running if timings[name] is None]:
             self.running.remove(name)
             self.failed.add(name)
@@ -175,7 +182,7 @@ class Race(Judge):
             self.eliminated = {}
         logs = {name: _logs(timings[name]) for name in self.running}
         if None in logs.values():
-            return
+            return False
         self.blocks += 1
         self._pairs.clear()
         for name, each in logs.items():
@@ -184,24 +191,7 @@ class Race(Judge):
         if not self.decided:
             over = self.leader
             self.leader = max(self.running, key=lambda name: self._lead(name, over))
-        if last:
-            self._choose_running()
-
-    @property
-    def look_due(self) -> bool:
-        """Return whether a look is due, see ``specbench.bench.stopping.look_due``."""
-        return look_due(self.blocks)
-
-    def add(self, blocks: Sequence[Block], timings: Sequence[Timings]) -> None:
-        """Add the timings of some blocks that the same candidates decoded, then look if that became due."""
-        due = False
-        for block, each in zip(blocks, timings, strict=True):
-            before = self.blocks
-            self.add_block(block, each, last=block is blocks[-1])
-            due |= self.look_due and self.blocks > before
-        if due:
-            self.look()
-            self._sure = self.decided and self.speedup_is_known
+        return True
 
     def is_sure(self, following: Sequence[Block]) -> bool:  # noqa: ARG002 - looks follow blocks here
         return self._sure
@@ -345,7 +335,7 @@ class Race(Judge):
         return len(self._logs[name])
 
     @property
-    def speedup_is_known(self) -> bool:
+    def _speedup_is_known(self) -> bool:
         """Return whether the interval of the leader's speedup is narrow enough."""
         if self.leader == self.plain:
             return True
@@ -417,76 +407,43 @@ def noise_correction(slowdown: stats.Floats) -> tuple[stats.Floats, float]:
 def run_race(
     race: Race,
     blocks: Sequence[Block],
-    measure: Callable[[str, Block, int], Timing | None],
+    measure: Callable[[str, Block], Timing | None],
     *,
-    in_time: Callable[[str, Block, int], bool] = lambda *_: True,
+    in_time: Callable[[str, Block], bool] = lambda *_: True,
     seed: int = 0,
     several: Callable[[], int] = lambda: 1,
-    groups: Callable[[Sequence[str], int], list[list[str]]] = lambda running, _: [[*running]],
 ) -> Iterator[Race]:
     """Run a race to its end; yield it whenever blocks were measured. The same timings and seed give the same race.
 
     Args:
         blocks: The blocks in order, at most the race's limit.
-        measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through. Plain
-            decoding is measured again with each group; then the number of the group follows, else 0.
+        measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through.
         in_time: Takes the same, and returns whether there is time for it.
         several: Returns how many blocks to take next.
-        groups: Returns the running candidates by groups that are measured one after the other, in a given round.
     """
-
-    def measured(blocks: Sequence[Block], grouped: Sequence[Sequence[str]]) -> list[Timings] | None:
-        timings: list[Timings] = [{} for _ in blocks]
-        first: dict[Block, Timing] = {}
-        for number, group in enumerate(grouped):
-            here: dict[Block, Timing] = {}
-            for block, row in zip(blocks, timings, strict=True):
-                for name in _shuffled(group, block, seed):
-                    again = number if name == race.plain else 0
-                    if not in_time(name, block, again):
-                        return None
-                    timing = measure(name, block, again)
-                    if name == race.plain and timing is not None:
-                        here[block] = timing
-                    row.setdefault(name, timing)
-            first = first or here
-            if number:
-                _correct(timings, group, race.plain, _slower(here, first))
-        return timings
-
     for number, taken in enumerate(race.take(blocks, several)):
-        timings = measured(taken, groups(race.running, number))
-        if timings is None:
-            race.ending = "time"
+        timings: dict[Block, Timings] = {block: {} for block in taken}
+        for name, block in _turns(race.running, taken, seed, number):
+            if not in_time(name, block):
+                race.ending = "time"
+                break
+            timings[block][name] = measure(name, block)
+        if race.ending == "time":
             break
-        race.add(taken, timings)
+        race.add(taken, list(timings.values()))
         yield race
     if race.blocks:
         race.look(last=True)
     race.ending = "decided" if race.decided else race.ending
 
 
-def _shuffled(names: Sequence[str], block: Block, seed: int) -> list[str]:
-    """Return candidates in the order in which they decode a block."""
+def _turns(
+    names: Sequence[str], blocks: Sequence[Block], seed: int, number: int
+) -> Iterator[tuple[str, Block]]:
+    """Yield who decodes what: a block in random order; of several, each candidate all, and forth and back by turns."""
     order = list(names)
-    random.Random(f"{seed}/{block.repeat}/{block.prompt}").shuffle(order)
-    return order
-
-
-def _correct(timings: Sequence[Timings], group: Sequence[str], plain: str, slower: float) -> None:
-    """Divide the times of a group by how much slower everything was then."""
-    for row in timings:
-        for name in group:
-            if name != plain and (timing := row[name]) is not None:
-                row[name] = replace(timing, seconds=timing.seconds / slower)
-
-
-def _slower(here: Mapping[Block, Timing], first: Mapping[Block, Timing]) -> float:
-    """Return how much longer plain decoding took here than in the first group, on the same blocks."""
-    logs = [
-        math.log(here[block].seconds / here[block].tokens * first[block].tokens / first[block].seconds)
-        for block in here.keys() & first.keys()
-        if min(here[block].seconds, first[block].seconds) > 0
-        and min(here[block].tokens, first[block].tokens) > 0
-    ]
-    return math.exp(float(np.mean(logs))) if logs else 1.0
+    if len(blocks) == 1:
+        random.Random(f"{seed}/{blocks[0].repeat}/{blocks[0].prompt}").shuffle(order)
+    for name in order[:: -1 if number % 2 and len(blocks) > 1 else 1]:
+        for block in blocks:
+            yield name, block

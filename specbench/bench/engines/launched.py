@@ -127,6 +127,16 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
                 self.server(name)
         return all(name in self._running or name in self._failed for name in names)
 
+    def start_s(self, name: str) -> float:
+        """Return how many seconds it takes until a server answers."""
+        known = {each: start.seconds for each, start in self.starts.items()}
+        return 0.0 if name in self._running else known.get(name, max(known.values(), default=0.0))
+
+    @property
+    def starting_s(self) -> float:
+        """Seconds that all starts have taken."""
+        return sum(start.seconds for start in self.starts.values())
+
     def server(self, name: str) -> ServerEngine:
         """Return the engine of a server, which is started if it does not run.
 
