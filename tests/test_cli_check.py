@@ -114,17 +114,6 @@ def test_the_answer_is_a_sentence_and_a_table(check, snapshot):
     snapshot(re.sub(r"[\d.]+(e-\d+)?%|(?<=variation )\S+", "N", result.out))
 
 
-def test_without_the_residual_adjustment_it_is_wrong(check, monkeypatch):
-    monkeypatch.setattr(verify, "residual", lambda draft, p, i: p[i])
-    result = check("-t", 1, "--drafter", "self:layers=1")
-    assert result.code == 1
-    verdicts = rows(result.out)
-    assert (verdicts["exact"], verdicts["steps"]) == ("wrong", "sound")
-    assert "plain" not in verdicts
-    assert result.out.startswith("NOT lossless: self:layers=1 ")
-    assert "(tested): total variation from p 0." in result.out
-
-
 @pytest.mark.parametrize("more", [(), ("-t", 1)], ids=["greedy", "sampled"])
 def test_without_drafts_nothing_is_vouched_for(check, more):
     """One token, which the prefill gives."""

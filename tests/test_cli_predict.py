@@ -18,12 +18,11 @@ TEXT = " and the king of the land and the queen of the land in the land is the k
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory) -> Path:
-    """Six answers in two categories, and a line that holds none."""
+    """Six answers, and a line that holds none."""
     lines: list[Any] = [
         {
             "prompt": f"The king {number} of the land",
             "answer": TEXT,
-            "category": "ab"[number % 2],
             "temperature": 0,
         }
         for number in range(6)
@@ -75,7 +74,6 @@ def test_all_figures_are_in_the_json(predict, models):
     for each in found["drafters"]:
         for row in each["rows"]:
             assert 1 <= row["tokens_per_step"]["value"] <= row["gamma"] + 1
-            assert set(row["tokens_per_step_by_category"]) == {"a", "b"}
             assert len(row["acceptance_by_position"]) == 4
             assert row["speedup"]["value"] > 0
     assert cascade["rows"][1]["passes_per_step"] < model["rows"][1]["passes_per_step"]

@@ -289,9 +289,7 @@ def test_what_reads_the_targets_states_is_refused():
 
 def test_what_a_drafter_needs_to_pay():
     tokens = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3]
-    found = forecast.forecast(
-        LookupDrafter(), [Answer([1, 2, 3], tokens, Sampling(), None, 12, "a", "x")], [1, 3]
-    )
+    found = forecast.forecast(LookupDrafter(), [Answer([1, 2, 3], tokens, Sampling(), None, 12, "a")], [1, 3])
     one, three = found.rows
     assert found.tokens_per_step(three).value == pytest.approx(11 / 3)
     costs = PassCosts({1: 0.1, 4: 0.13}, {"lookup": 0.02})

@@ -103,13 +103,13 @@ def test_every_form_gives_the_same_answer(name):
     assert answer.limit == len(IDS)
 
 
-PLAIN_LINE = {"prompt": "Hello", "answer": TEXT, "category": "greeting", "id": 7}
+PLAIN_LINE = {"prompt": "Hello", "answer": TEXT, "id": 7}
 
 
 def test_plain_lines_have_no_more_than_texts():
     (answer,) = read(PLAIN_LINE, sampling={"temperature": 0.0}).answers
     assert (list(answer.prompt), list(answer.tokens)) == (PLAIN, IDS)
-    assert (answer.name, answer.category, answer.limit, answer.probabilities) == ("7", "greeting", None, None)
+    assert (answer.name, answer.limit, answer.probabilities) == ("7", None, None)
     assert answer.sampling.greedy
 
 

@@ -246,27 +246,6 @@ def test_who_may_be_faster_than_a_new_leader_is_measured_again():
     assert not race.eliminated.keys() & {"b"}
 
 
-def test_a_race_that_is_decided_stays_so():
-    race = new("fast")
-    for block in blocks(8):
-        speeds = {PLAIN: 1.0, "fast": 2.0 if race.blocks < 6 else 0.1}
-        race.add([block], [{name: Timing(100, 1.0 / speeds[name]) for name in race.running}])
-    assert (race.leader, race.verdict, race.decided) == ("fast", "faster", True)
-
-
-def test_who_surely_is_not_5_percent_faster_need_not_be_told_from_the_leader():
-    speeds = {PLAIN: 10, "a": 20, "b": 20.2}
-    race = new("a", "b")
-
-    def measure(name: str, block: Block) -> Timing:
-        return Timing(100, (100 + wobble(name, block)) / speeds[name])
-
-    assert run(race, measure) == "decided"
-    assert race.leader == "b"
-    assert "a" in race.eliminated
-    assert 0.98 < race.upper_bound("a", "b") < 1 / (1 - MARGIN)
-
-
 @pytest.fixture(scope="module")
 def scatter() -> regret.Scatter:
     return scatter_of(kept_run("qwen2.5-coder-int4"))

@@ -25,7 +25,7 @@ from specbench.decoding.theory import PassCosts
 from specbench.export.setting import RunSettings
 from specbench.options import CacheOptions, DecodingOptions
 from specbench.recipe import Recipe
-from specbench.results.lines import CostLine, Generation, TreeTimes
+from specbench.results.lines import CostLine, Generation
 from specbench.results.results import load_results
 from specbench.results.run import Tuning
 from specbench.results.store import RunStore
@@ -245,25 +245,6 @@ def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path):
     assert answer.choice == "d@auto"
     assert answer.measured["d@auto"].speedup.value == pytest.approx(2.0, rel=0.02)
     assert answer.headline.startswith("Yes: d auto, 2.0")
-
-
-@pytest.mark.parametrize("target_s", [0.01, 0.0])
-def test_a_pass_that_took_no_time_loses_no_search(tmp_path, target_s):
-    """A clock that is too coarse for the passes of a drafter, or for all of them: then nothing is predicted."""
-
-    class Coarse(TimedEngine):
-        def measure_costs(
-            self, prompt: Sequence[int], widths: Sequence[int], *args: object
-        ) -> list[CostLine]:
-            lines = cost_lines({n: [target_s] for n in widths}, {"d": [0.0], "e": [0.0]}, 256)
-            return [*lines, TreeTimes(drafter="d", nodes=1, seconds=[0.0], context_tokens=256)]
-
-    clock = FakeClock()
-    found = search(tmp_path / "run", Coarse(FAST, clock), grid("d", "e"), clock)
-    results = load_results(tmp_path / "run")
-    assert not results.problems
-    assert bool(results.run.tuning.predicted) == (target_s > 0)
-    assert (found.race.leader == "d@auto") == (target_s > 0)
 
 
 class Disturbed(TimedEngine):

@@ -66,16 +66,11 @@ class Forecast:
     answers: list[Answer]
     unsampled: int
 
-    def categories(self) -> list[str]:
-        """Return the categories of answers."""
-        return sorted({each.category for each in self.answers})
-
-    def tokens_per_step(self, row: PredictedRow, category: str | None = None) -> Estimate:
+    def tokens_per_step(self, row: PredictedRow) -> Estimate:
         """Return all tokens over all steps, with an interval over prompts."""
-        chosen = [i for i, each in enumerate(self.answers) if category in (None, each.category)]
-        tokens = [len(self.answers[i].tokens) - 1 for i in chosen]
-        steps = [row.counts[i].steps for i in chosen]
-        return stats.pooled_rate(tokens, steps, [self.answers[i].name for i in chosen], least=1.0)
+        tokens = [len(each.tokens) - 1 for each in self.answers]
+        steps = [each.steps for each in row.counts]
+        return stats.pooled_rate(tokens, steps, [each.name for each in self.answers], least=1.0)
 
     def speedup(self, row: PredictedRow, costs: PassCosts) -> Estimate:
         """Return the speedup over plain decoding, the geometric mean over prompts; NaN without the target's costs.
@@ -117,11 +112,9 @@ class Forecast:
         rows = []
         for row in self.rows if self.answers else ():
             drafted, passes = row.per_step()
-            kinds = {kind: to_dict(self.tokens_per_step(row, kind)) for kind in self.categories() if kind}
             figures = {
                 "gamma": row.gamma,
                 "tokens_per_step": to_dict(self.tokens_per_step(row)),
-                "tokens_per_step_by_category": kinds,
                 "acceptance_by_position": row.by_place,
                 "drafted_per_step": drafted,
                 "passes_per_step": passes,

@@ -112,7 +112,7 @@ def _answers(
             continue
         ids = engine.encode(prompts.at(prompt.id, plain.condition), [])
         answer = Answer(
-            ids, tokens, sampling, limit=decoding.max_new_tokens, name=prompt.id, category=prompt.category,
+            ids, tokens, sampling, limit=decoding.max_new_tokens, name=prompt.id,
             end_ids=decoding.end_ids(target.end_ids),
         )  # fmt: skip
         if not sampling.greedy:

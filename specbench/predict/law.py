@@ -46,7 +46,6 @@ class Answer:
         probabilities: p of each token after these transforms; ``None`` if it is not known, or decoding was greedy.
         limit: The longest answer that was asked for; ``None`` if it is not known.
         name: By which answers to the same prompt are recognized.
-        category: Kind of prompt; empty if it has none.
         pass_s: Seconds in which the target, decoding plainly, emitted a token; ``None`` if it is not known.
         end_ids: Tokens that could have ended it.
     """
@@ -57,7 +56,6 @@ class Answer:
     probabilities: Floats | None = None
     limit: int | None = None
     name: str = ""
-    category: str = ""
     pass_s: float | None = None
     end_ids: Sequence[int] = ()
 

@@ -217,7 +217,7 @@ class _Reader:
         timings = response.get("timings") or {}  # llama.cpp's
         took = None if timings.get("draft_n") else timings.get("predicted_per_token_ms")
         return Answer(
-            prompt, tokens, sampling, probabilities, limit, name, str(request.get("category") or ""),
+            prompt, tokens, sampling, probabilities, limit, name,
             took / 1000 if took else None,
         )  # fmt: skip
 

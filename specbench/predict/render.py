@@ -13,7 +13,7 @@ from specbench.show.document import Heading, Items, Paragraph, Part, Sheet
 
 if TYPE_CHECKING:
     from specbench.decoding.theory import PassCosts
-    from specbench.predict.forecast import Forecast, PredictedRow
+    from specbench.predict.forecast import Forecast
 
 _PLACES = 4
 """Places of a draft whose acceptance is shown."""
@@ -42,8 +42,6 @@ def prediction_parts(
             continue
         yield _sheet(each, costs)
         yield Paragraph(answer_text(each, costs), "bold")
-        if kinds := _by_category(each, each.best(costs)):
-            yield kinds
     yield Items([*notes, *_facts(forecasts, costs, source, here)])
 
 
@@ -107,16 +105,3 @@ def _sheet(forecast: Forecast, costs: PassCosts) -> Sheet:
         left=frozenset({len(headings) - 2}),
         elsewhere="with --json, or on a wider terminal",
     )
-
-
-def _by_category(forecast: Forecast, row: PredictedRow) -> Sheet | None:
-    """Return a table of tokens per step by category; ``None`` for a single one."""
-    kinds = forecast.categories()
-    if len(kinds) < 2:
-        return None
-    cells = [
-        [kind or "other", str(sum(each.category == kind for each in forecast.answers)),
-         stats.ratio_text(forecast.tokens_per_step(row, kind), "")]
-        for kind in kinds
-    ]  # fmt: skip
-    return Sheet(["category", "answers", f"tokens/step, {row.name}"], cells)

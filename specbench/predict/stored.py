@@ -73,7 +73,7 @@ def stored_answers(folder: Path, tokenizer: PreTrainedTokenizerBase, limit: int 
             continue
         seconds = found.decode_s / (found.new_tokens - 1)
         log.answers.append(
-            Answer(tokens, found.token_ids, sampling, None, run.max_new_tokens, line.prompt, line.category or "",
+            Answer(tokens, found.token_ids, sampling, None, run.max_new_tokens, line.prompt,
                    seconds if seconds > 0 else None)
         )  # fmt: skip
     return log
