@@ -25,11 +25,10 @@ from specbench.export.start import (
     EngineDrafter,
     EngineSetting,
     StartedEngine,
-    parse_engine_drafter,
     settings_of,
 )
 from specbench.rows import Row
-from specbench.specs.drafters import SmallModel
+from specbench.specs.drafters import SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.servers import EngineSpec, ServerSpec, parse_engine
 
@@ -56,15 +55,15 @@ def engine_drafters(
     """
     found = [EngineDrafter(name) for name in engine.ngrams] if usual else []
     for text in dict.fromkeys(texts):
+        if text in engine.ngrams:
+            found.append(EngineDrafter(text))
+            continue
         try:
-            spec = parse_engine_drafter(engine, text)
+            spec = parse_drafter(text)
         except UsageError:
             if not elsewhere:
                 raise
             spec = SmallModel(_model(text, elsewhere=True))
-        if isinstance(spec, str):
-            found.append(EngineDrafter(spec))
-            continue
         model = spec.model_spec
         if model is None:
             found += [] if spec.is_plain else [EngineDrafter(spec)]

@@ -22,9 +22,9 @@ from tiny import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.base.errors import UsageError
+from specbench.export import registry
 from specbench.export.engine import HEAD_KINDS
 from specbench.export.output import as_file, as_json, export_fastest
-from specbench.export.registry import load_engines
 from specbench.export.setting import RunSettings, Setting
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import ModelOptions, SamplingOptions
@@ -35,7 +35,7 @@ from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
 
 ROOT = Path(__file__).parent.parent
-ENGINES = load_engines()
+ENGINES = {name: registry.load_engine(name) for name in registry.ENGINES}
 KNOWN = json.loads(Path(__file__).with_name("engine_options.json").read_text(encoding="utf-8"))
 HUB = ModelSpec("hub", "Qwen/Qwen2.5-Coder-1.5B-Instruct")
 

@@ -26,8 +26,3 @@ def load_engine(name: str) -> ExportEngine:
     module, _, kind = ENGINES[name].partition(":")
     engine: ExportEngine = getattr(import_module(f"specbench.export.{module}"), kind)()
     return engine
-
-
-def load_engines() -> dict[str, ExportEngine]:
-    """Import all engines, by name."""
-    return {name: load_engine(name) for name in ENGINES}

@@ -153,11 +153,6 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def parse_engine_drafter(engine: StartedEngine, text: str) -> DrafterSpec | str:
-    """Parse a drafter, or the name of a kind of n-grams of the engine."""
-    return text if text in engine.ngrams else parse_drafter(text)
-
-
 def settings_of(
     engine: StartedEngine,
     target: ModelSpec,
