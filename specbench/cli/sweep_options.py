@@ -214,16 +214,11 @@ class ChosenPrompts:
     suites: tuple[StoredSuite, ...] = ()
 
 
-def chosen_prompts(
-    options: ComparedOptions | SearchOptions,
-    limit: int | None,
-    progress: Progress | None = None,
-    seed: int = 0,
-) -> ChosenPrompts:
+def chosen_prompts(options: SearchOptions, progress: Progress | None = None) -> ChosenPrompts:
     """Return the prompts of ``--prompts``, and where they come from."""
     from specbench.bench.suites import choose_prompts
 
     named = options.prompts or (_DEFAULT_PROMPTS,)
-    prompts, suites = choose_prompts(named, limit, seed=seed, progress=progress)
-    sources = {"prompts": [Path(name).name for name in named], "limit": limit}
+    prompts, suites = choose_prompts(named, progress=progress)
+    sources = {"prompts": [Path(name).name for name in named], "limit": None}
     return ChosenPrompts(tuple(prompts), sources, tuple(suites))

@@ -78,7 +78,7 @@ def tune_models(
                 f"The drafter {spec} cannot be predicted.", "Measure it with `specbench sweep --until sure`."
             )
     with starting(quiet) as progress:
-        chosen = chosen_prompts(search, None, progress)
+        chosen = chosen_prompts(search, progress)
     base = Recipe.of_target(target, models, decoding, template)
     sources = {**describe_models(base, given), **chosen.sources, "tune": True}
     folder = _folder(search, sources["target"])
@@ -161,7 +161,7 @@ def tune_engine(
     clock, start, quiet = WallClock(), load_snapshot(), search.quiet
     began = clock.now()
     with starting(quiet) as progress, quiet_transformers():
-        chosen = chosen_prompts(search, None, progress)
+        chosen = chosen_prompts(search, progress)
         assert servers.engine is not None
         planned = Started.of(
             servers.engine, target, search.drafter, decoding, search.temperature,
