@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -36,7 +36,7 @@ from specbench.serve.protocol import ChatRequest, Reply, TextRequest, Usage, par
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.decoding.records import FinishReason, Prefill, Step
+    from specbench.decoding.records import FinishReason
     from specbench.decoding.schedule import Event
     from specbench.decoding.thinking import Labeled
     from specbench.recipe import Recipe
@@ -172,12 +172,21 @@ class _Piece(NamedTuple):
     finish_reason: FinishReason | None
 
 
-async def _records(engine: Engine, run: GenerationRun) -> AsyncGenerator[Prefill | Step]:
-    """Submit a generation and yield its records; closing the generator cancels it.
+async def _pieces(
+    engine: Engine, run: GenerationRun, usage: Usage, *, splits: bool
+) -> AsyncGenerator[_Piece]:
+    """Submit a generation and yield its text, counting its records; closing the generator cancels it.
+
+    Args:
+        splits: Whether its thinking is told from its answer.
 
     Raises:
         SpecbenchError: The engine refuses the request, or decoding fails.
     """
+    stream, tokenizer = run.text_stream(), run.target.tokenizer
+    assert stream is not None
+    assert tokenizer is not None
+    split = ThinkingSplit(tokenizer, run.prompt) if splits else None
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -189,29 +198,9 @@ async def _records(engine: Engine, run: GenerationRun) -> AsyncGenerator[Prefill
     try:
         ended = False
         while not ended:
-            event = await events.get()
-            if isinstance(event, Exception):
-                raise event
-            ended = event.finish_reason is not None
-            yield event
-    finally:
-        engine.cancel(run)
-
-
-async def _pieces(
-    engine: Engine, run: GenerationRun, usage: Usage, *, splits: bool
-) -> AsyncGenerator[_Piece]:
-    """Submit a generation and yield its text, counting its records; closing the generator cancels it.
-
-    Args:
-        splits: Whether its thinking is told from its answer.
-    """
-    stream, tokenizer = run.text_stream(), run.target.tokenizer
-    assert stream is not None
-    assert tokenizer is not None
-    split = ThinkingSplit(tokenizer, run.prompt) if splits else None
-    async with aclosing(_records(engine, run)) as records:
-        async for record in records:
+            record = await events.get()
+            if isinstance(record, Exception):
+                raise record
             ended = record.finish_reason is not None
             tokens = shown_tokens(usage.add(record), record.finish_reason)
             labeled: Labeled = [(token, "answer") for token in tokens]
@@ -224,6 +213,8 @@ async def _pieces(
             thinking = "".join(text for part, text in found if part == "thinking")
             answer = "".join(text for part, text in found if part == "answer")
             yield _Piece(thinking, answer, record.finish_reason)
+    finally:
+        engine.cancel(run)
 
 
 async def _whole(reply: Reply, first: _Piece, rest: AsyncIterator[_Piece], usage: Usage) -> Json:

@@ -286,15 +286,8 @@ class ServerClient:
         Raises:
             ServerError: The server fails, or the answer breaks off.
         """
-        chat = not isinstance(prompt, str)
-        path = "chat/completions" if chat else "completions"
-        body = {
-            "model": model,
-            "messages" if chat else "prompt": prompt,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **settings,
-        }
+        path, body = _asked(model, prompt, settings)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         began = self._clock()
         with self._explaining_errors():
             async with self._http.stream("POST", f"{self._url}/{path}", json=body) as response:
@@ -311,12 +304,9 @@ class ServerClient:
         Raises:
             ServerError: The server fails, or the answer is not a JSON object.
         """
-        chat = not isinstance(prompt, str)
-        body = {"model": model, "messages" if chat else "prompt": prompt, **settings}
+        path, body = _asked(model, prompt, settings)
         with self._explaining_errors():
-            response = await self._http.post(
-                f"{self._url}/{'chat/completions' if chat else 'completions'}", json=body
-            )
+            response = await self._http.post(f"{self._url}/{path}", json=body)
         answer = _object(response.text)
         if response.status_code != 200 or not answer:
             raise self._refusal(response)
@@ -420,6 +410,15 @@ class ServerClient:
             raise ServerError(
                 f"The server {self.name} {what}: {reason or type(error).__name__}.", retry=unreached
             ) from error
+
+
+def _asked(
+    model: str, prompt: str | Sequence[Mapping[str, str]], settings: Mapping[str, Any]
+) -> tuple[str, Json]:
+    """Return the path and the body of a request for a text or the answer to a conversation."""
+    chat = not isinstance(prompt, str)
+    path = "chat/completions" if chat else "completions"
+    return path, {"model": model, "messages" if chat else "prompt": prompt, **settings}
 
 
 def _object(text: str) -> Json:
