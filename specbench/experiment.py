@@ -166,6 +166,7 @@ class Experiment:
         prompts: Names of sets, benchmarks or files; empty for all sets.
         limit: Number of prompts; ``None`` for all, or 12 if no set is named.
         minutes: Time limit of an experiment that ends when it is sure; ``None`` for none.
+        tuned: Whether it is a search, which takes all prompts in turn from their categories, and may not grow.
     """
 
     systems: Systems
@@ -173,6 +174,7 @@ class Experiment:
     prompts: Sequence[str] = ()
     limit: int | None = None
     minutes: float | None = None
+    tuned: bool = False
 
 
 @contextmanager
@@ -204,17 +206,18 @@ def opened(
     text = load_context_text() if options.contexts else None
     if text is not None:
         options = replace(options, context_text=text_name(text))
-    folder_of = partial(run_folder, out, resume=resume)
+    folder_of = partial(run_folder, out, resume=resume, tuned=experiment.tuned)
     with experiment.systems.opened(options, folder_of, progress) as ready:
         engine, options = ready.engine, ready.options
         prompts, more = fitting(prompts, options.contexts, engine.count_tokens)
         sweep = Sweep(options, prompts, tuple(ready.rows), ready.together, text, suites)
         named = [Path(name).name for name in experiment.prompts or ("all",)]
         sources = {**ready.sources, "prompts": named, "limit": _limit(experiment)}
+        sources |= {"tune": True} if experiment.tuned else {}
         run = describe_run(
             sweep, engine.describe_target(options.decoding), sources, command=command, heads=engine.heads
         )
-        with open_run(ready.folder, run) as store:
+        with open_run(ready.folder, run, may_grow=not experiment.tuned) as store:
             yield Session(sweep, store, engine, minutes=experiment.minutes, notes=[*ready.notes, *more])
 
 
@@ -226,44 +229,49 @@ def _prompts(experiment: Experiment, progress: Progress | None) -> tuple[tuple[P
     )
     if options.until is not None:  # the first ones have to stand for all
         found = interleave(shuffled(found, options.seed))
+    elif experiment.tuned:
+        found = interleave(found)
     check_batches(options, len(found))
     return tuple(found), tuple(suites)
 
 
 def _limit(experiment: Experiment) -> int | None:
     options, named = experiment.options, experiment.prompts
-    if (
-        experiment.limit is None
-        and options.until is None
-        and (not named or not SUITES.keys().isdisjoint(named))
-    ):
-        return max(_LIMIT, _GROUPS * max(options.batches, default=1))
-    return experiment.limit
+    if experiment.limit is not None or experiment.tuned or options.until is not None:
+        return experiment.limit
+    few = not named or not SUITES.keys().isdisjoint(named)
+    return max(_LIMIT, _GROUPS * max(options.batches, default=1)) if few else None
 
 
-def run_folder(out: Path | None, target: str, *, resume: bool) -> Path:
+def run_folder(out: Path | None, target: str, *, resume: bool, tuned: bool = False) -> Path:
     """Return the folder of a run, which can be written: the given one, or the newest or a new one in ``results/``.
 
     Raises:
         UsageError: There is no run to continue, or the folder holds results that are not to be continued.
     """
+    flag = "--results" if tuned else "--out"
     if out is None and resume:
-        out = newest_run()
+        out = newest_run(tuned=tuned)
         if out is None:
-            raise UsageError(f"There is no run in {FOLDER}/.", "Leave --resume out to begin one.")
+            what = "unfinished run of `specbench tune`" if tuned else "run of `specbench sweep`"
+            raise UsageError(
+                f"There is no {what} in {FOLDER}/.",
+                f"Name one with {flag}, or leave --resume out to begin one.",
+            )
     elif out is None:
-        out = new_folder(target)
+        out = new_folder(target, "-tune" * tuned)
     elif not resume:
-        RunStore.check_empty(out)
-    elif not RunStore.exists(out):
+        RunStore.check_empty(out, f"another {flag}")
+    elif not tuned and not RunStore.exists(out):
         raise UsageError(f"There is no run in {out}.", "Leave --resume out to begin one there.")
     RunStore.check_writable(out)
     return out
 
 
 def newest_run(*, tuned: bool = False) -> Path | None:
-    """Return the newest run in ``results/`` of a sweep, or of a search (``tuned``); ``None`` if there is none."""
-    return next((path for path, run in stored_runs(FOLDER) if bool(run.options.get("tune")) == tuned), None)
+    """Return the newest run in ``results/``: of a sweep, or an unfinished one of a search; ``None`` without any."""
+    runs = ((path, run) for path, run in stored_runs(FOLDER) if bool(run.options.get("tune")) == tuned)
+    return next((path for path, run in runs if not (tuned and run.finished)), None)
 
 
 def new_folder(target: str, ending: str = "") -> Path:

@@ -120,7 +120,7 @@ def test_a_stopped_sweep_goes_on(sweep, tmp_path, monkeypatch):
 
 def test_resuming_without_a_run_is_refused(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
-    sweep("--resume").refused(2, "no run in results/. Leave --resume out")
+    sweep("--resume").refused(2, "no run of `specbench sweep` in results/. Name one with --out")
     assert not (tmp_path / "results").exists()
 
 

@@ -13,12 +13,9 @@ from specbench.export.registry import ENGINES
 from specbench.options import DECODING, MODELS, OUTPUT, SamplingOptions, group
 
 if TYPE_CHECKING:
-    from specbench.base.progress import Progress
-    from specbench.bench.prompts import Prompt
-    from specbench.results.run import StoredSuite
+    pass
 
 
-_DEFAULT_PROMPTS = "all"
 _SAME = ("prompts", "limit", "turns", "repeats", "seed", "until", "minutes")
 COMPARED = "What is compared"
 EXPERIMENT = "Experiment"
@@ -197,28 +194,3 @@ class SearchOptions:
     json_output: bool = _output(False, "--json", "Print one JSON object.")
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
     quiet: bool = _output(False, "--quiet -q", "No progress.")
-
-
-@dataclass(frozen=True)
-class ChosenPrompts:
-    """The prompts of a sweep.
-
-    Attributes:
-        prompts: The prompts.
-        sources: The options that choose them, without paths, as ``run.json`` has them.
-        suites: Public benchmarks that they are from.
-    """
-
-    prompts: tuple[Prompt, ...]
-    sources: dict[str, Any]
-    suites: tuple[StoredSuite, ...] = ()
-
-
-def chosen_prompts(options: SearchOptions, progress: Progress | None = None) -> ChosenPrompts:
-    """Return the prompts of ``--prompts``, and where they come from."""
-    from specbench.bench.suites import choose_prompts
-
-    named = options.prompts or (_DEFAULT_PROMPTS,)
-    prompts, suites = choose_prompts(named, progress=progress)
-    sources = {"prompts": [Path(name).name for name in named], "limit": None}
-    return ChosenPrompts(tuple(prompts), sources, tuple(suites))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +15,6 @@ from specbench.base.errors import RunError
 from specbench.base.files import write_text
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.engines.launched import LaunchedEngine
-from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.cli.progress import StageProgress
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_display import show_cell, show_predicted
@@ -29,32 +27,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.base.load import LoadSnapshot
-    from specbench.bench.engines.engine import BenchEngine
     from specbench.bench.engines.own import ModelEngine
-    from specbench.bench.grid import Sweep
     from specbench.bench.session import Session
     from specbench.cli.sweep_options import ResultsOptions
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
-    from specbench.results.store import RunStore
     from specbench.results.summary import Summary
 
 
 class RunJob:
     """A measurement into the folder of a run, with its models loaded, or its servers reached."""
 
-    def __init__(self, sweep: Sweep, engine: BenchEngine[Any], folder: Path, quiet: bool) -> None:
-        self.sweep, self.engine, self.folder, self.quiet = sweep, engine, folder, quiet
+    def __init__(self, session: Session[Any], quiet: bool) -> None:
+        self.session, self.folder, self.quiet = session, session.store.path, quiet
         self.console = Console(stderr=True, highlight=False)
-        self.recipes = {each.id: each.recipe for each in sweep.configs if each.recipe is not None}
+        self.recipes = {each.id: each.recipe for each in session.sweep.configs if each.recipe is not None}
         """The recipes of configurations, with models as they were named."""
-
-    def open_store(self, sources: dict[str, Any]) -> RunStore:
-        """Return a new run, or the stored one if it is the same as this."""
-        target = self.engine.describe_target(self.sweep.options.decoding)
-        command = command_line(sys.argv[1:])
-        run = describe_run(self.sweep, target, sources, command=command, heads=self.engine.heads)
-        return open_run(self.folder, run, may_grow=False)
 
     def say_at_start(self, start: LoadSnapshot, notes: Sequence[str], continued: str | None) -> None:
         """Print notes on models and the machine, and that a run is continued (``None``: it begins)."""
@@ -93,7 +81,7 @@ def run_session(session: Session[Any], start: LoadSnapshot, asked: ResultsOption
         typer.Exit: Something failed, or Ctrl-C.
     """
     folder, store = session.store.path, session.store
-    job = RunJob(session.sweep, session.engine, folder, asked.quiet)
+    job = RunJob(session, asked.quiet)
     cells, total = "batches" if session.sweep.options.batches else "generations", len(session.planned)
 
     def stored() -> str:

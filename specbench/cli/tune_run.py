@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import typer
@@ -17,21 +18,19 @@ from specbench.base.files import file_errors, reason, require_writable
 from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted, terminal_safe
-from specbench.bench.grid import Sweep, SweepOptions
-from specbench.bench.manifest import describe_models
-from specbench.bench.prompts import interleave
+from specbench.bench.grid import SweepOptions
+from specbench.bench.manifest import command_line
 from specbench.cli.console import broken, duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.cli.sweep_options import MINUTES, chosen_prompts
+from specbench.cli.sweep_options import MINUTES
 from specbench.cli.sweep_run import RunJob
 from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
-from specbench.experiment import FOLDER, new_folder
+from specbench.experiment import Experiment, opened
 from specbench.export.registry import load_engine
 from specbench.options import quantized
 from specbench.recipe import Recipe
-from specbench.results.store import RunStore, stored_runs
 from specbench.rows import conditions_of
 from specbench.specs.drafters import Several, parse_drafter
 from specbench.tune.candidates import GAMMAS, rules_to_try, with_policies
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 
     from specbench.base.record import Json
     from specbench.bench.engines.launched import LaunchedEngine
+    from specbench.bench.engines.own import ModelEngine
+    from specbench.bench.session import Session
     from specbench.cli.sweep_options import SearchOptions, ServerOptions
     from specbench.decoding.theory import PassCosts
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
@@ -77,61 +78,54 @@ def tune_models(
             raise UsageError(
                 f"The drafter {spec} cannot be predicted.", "Measure it with `specbench sweep --until sure`."
             )
-    with starting(quiet) as progress:
-        chosen = chosen_prompts(search, progress)
     base = Recipe.of_target(target, models, decoding, template)
-    sources = {**describe_models(base, given), **chosen.sources, "tune": True}
-    folder = _folder(search, sources["target"])
-    continued = "" if search.resume and RunStore.exists(folder) else None
-    policies = rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None)
     options = SweepOptions(
         conditions_of(temperature=[search.temperature]),
         gammas=GAMMAS,
-        policies=policies,
+        policies=rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None),
         decoding=decoding,
         repeats=_REPEATS,
         warmup=0,
         turns=1,
         template=template,
     )
-    with starting(quiet) as progress, quiet_transformers():
-        from specbench.bench.engines.own import check_engine
-        from specbench.decoding.sampling import Sampling
-        from specbench.tune.loading import asked_for, configurations, load_candidates
+    with ExitStack() as stack:
+        with starting(quiet) as progress, quiet_transformers():
+            from specbench.decoding.sampling import Sampling
+            from specbench.tune.loading import Candidates, asked_for
 
-        Sampling(temperature=search.temperature)  # refuses one that is no temperature
-        check_engine(base, given, options, progress)
-        RunStore.check_writable(folder)
-        engine, cache, notes = load_candidates(
-            base.target, given, models, formatted=decoding.format is not None, only=only, progress=progress
-        )  # fmt: skip
-        from specbench.cli.setting import drafter_notes
-        from specbench.predict.here import predict_rows
-        from specbench.tune import predicted
+            Sampling(temperature=search.temperature)  # refuses one that is no temperature
+            asked = Experiment(
+                systems=Candidates(base, given, only), options=options, prompts=search.prompts, tuned=True
+            )
+            session = stack.enter_context(_opened(asked, search, progress))
+            from specbench.cli.setting import drafter_notes
+            from specbench.predict.here import predict_rows
+            from specbench.tune import predicted
 
-    base = replace(base, caching=replace(base.caching, cache=cache))
-    configs = tuple(configurations(options, engine, base, only))
-    sweep = Sweep(options, tuple(interleave(chosen.prompts)), configs, suites=chosen.suites)
-    if search.minutes is not None or search.resume:  # they are for what comes after loading
-        began = clock.now()
-    notes += drafter_notes(each.outcome for each in engine.drafters)
+        engine, configs = cast("ModelEngine", session.engine), session.sweep.configs
+        if search.minutes is not None or search.resume:  # they are for what comes after loading
+            began = clock.now()
+        notes = [*session.notes, *drafter_notes(each.outcome for each in engine.drafters)]
 
-    def choose(searching: Search) -> Tuning:
-        def predict(
-            outputs: Mapping[str, Sequence[int]], costs: PassCosts
-        ) -> tuple[dict[str, float], dict[str, str]]:
-            found, failed = predict_rows(engine, sweep, configs[0], outputs, costs, searching.report)
-            speedups = {name: each.speedup.value for name, each in found.items()}
-            return with_policies(configs, speedups), failed
+        def choose(searching: Search) -> Tuning:
+            def predict(
+                outputs: Mapping[str, Sequence[int]], costs: PassCosts
+            ) -> tuple[dict[str, float], dict[str, str]]:
+                found, failed = predict_rows(
+                    engine, session.sweep, configs[0], outputs, costs, searching.report
+                )
+                speedups = {name: each.speedup.value for name, each in found.items()}
+                return with_policies(configs, speedups), failed
 
-        return predicted.choose(searching, predict, longer=search.minutes is None)
+            return predicted.choose(searching, predict, longer=search.minutes is None)
 
-    job = TuneJob(sweep, engine, folder, quiet)
-    with StageProgress(quiet, animated=False) as progress:
-        job.say_at_start(start, notes, continued)
+        job = TuneJob(session, quiet)
+        progress = stack.enter_context(StageProgress(quiet, animated=False))
+        job.say_at_start(start, notes, "" if search.resume else None)
         answer, searching = job.search(
-            sources, choose, {row.id: row.drafter for row in configs}, asked_for(configs, engine, given),
-            began, 60 * (search.minutes or MINUTES), progress,
+            choose, {row.id: row.drafter for row in configs}, asked_for(configs, engine, given), began,
+            60 * (search.minutes or MINUTES), progress,
         )  # fmt: skip
     written = _write_configuration(job, answer, searching, search.out)
     lines = [f"Decode:  {command}"] if (command := job.command()) else []
@@ -160,38 +154,32 @@ def tune_engine(
 
     clock, start, quiet = WallClock(), load_snapshot(), search.quiet
     began = clock.now()
-    with starting(quiet) as progress, quiet_transformers():
-        chosen = chosen_prompts(search, progress)
-        assert servers.engine is not None
+    assert servers.engine is not None
+    with starting(quiet), quiet_transformers():
         planned = Started.of(
             servers.engine, target, search.drafter, decoding, search.temperature,
             command=servers.engine_command, arguments=arguments, usual=True,
         )  # fmt: skip
-    planned = replace(planned, eager=False)
-    at = conditions_of(temperature=[search.temperature])
-    options = planned.options(SweepOptions(at, repeats=_REPEATS, turns=1, template=template))
-    configs = planned.rows(options)
-    settings = {row.id: each for row, each in zip(configs, planned.settings, strict=True)}
-    named: dict[str, list[str]] = {}
-    for name, each in settings.items():
-        if each.family and each.family not in planned.engine.ngrams:
-            named.setdefault(each.family, []).append(name)
-    sweep = Sweep(options, tuple(interleave(chosen.prompts)), tuple(configs), suites=chosen.suites)
-    folder = _folder(search, planned.name)
-    RunStore.check_writable(folder)
-    with (
-        StageProgress(quiet, animated=False) as progress,
-        planned.opened(options, lambda _: folder, progress) as ready,
-    ):
+    options = SweepOptions(
+        conditions_of(temperature=[search.temperature]), repeats=_REPEATS, turns=1, template=template
+    )
+    asked = Experiment(
+        systems=replace(planned, eager=False), options=options, prompts=search.prompts, tuned=True
+    )
+    with StageProgress(quiet, animated=False) as progress, _opened(asked, search, progress) as session:
         from specbench.tune import tries
 
-        made: Any = ready.engine
-        job = TuneJob(sweep, made, folder, quiet)
+        settings = dict(zip((row.id for row in session.sweep.configs), planned.settings, strict=True))
+        named: dict[str, list[str]] = {}
+        for name, each in settings.items():
+            if each.family and each.family not in planned.engine.ngrams:
+                named.setdefault(each.family, []).append(name)
+        made = cast("LaunchedEngine", session.engine)
+        job = TuneJob(session, quiet)
         job.say_at_start(start, (), "" if search.resume else None)
         answer, searching = job.search(
-            {**ready.sources, **chosen.sources, "tune": True}, partial(tries.choose, settings=settings),
-            {name: each.family for name, each in settings.items()}, named, began, 60 * search.minutes, progress,
-            made,
+            partial(tries.choose, settings=settings), {name: each.family for name, each in settings.items()},
+            named, began, 60 * search.minutes, progress, made,
         )  # fmt: skip
         said = made.summary()
     command, needs = planned.start_command(settings[answer.choice]), list(settings[answer.choice].needs)
@@ -200,21 +188,11 @@ def tune_engine(
     job.show(answer, searching, search, lines, facts, [said] if said else [])
 
 
-def _folder(search: SearchOptions, target: str) -> Path:
-    """Return the folder of the run: the given one, with ``--resume`` the newest unfinished one, or a new one."""
-    if search.results is not None:
-        if not search.resume:
-            RunStore.check_empty(search.results, "other --results")
-        return search.results
-    if not search.resume:
-        return new_folder(target, "-tune")
-    for path, run in stored_runs(FOLDER):
-        if run.options.get("tune") and not run.finished:
-            return path
-    raise UsageError(
-        f"There is no unfinished run of `specbench tune` in {FOLDER}/.",
-        "Name one with --results, or leave --resume out to begin one.",
-    )
+def _opened(
+    asked: Experiment, search: SearchOptions, progress: StageProgress
+) -> AbstractContextManager[Session[Any]]:
+    command = command_line(sys.argv[1:])
+    return opened(asked, search.results, resume=search.resume, command=command, progress=progress)
 
 
 def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
@@ -233,7 +211,6 @@ class TuneJob(RunJob):
 
     def search(
         self,
-        sources: dict[str, Any],
         choose: Callable[[Search], Tuning],
         families: Mapping[str, str],
         asked: Mapping[str, Collection[str]],
@@ -251,25 +228,25 @@ class TuneJob(RunJob):
         from specbench.tune.search import Search
 
         until = began + seconds - max(_ENDING_S, _ENDING_SHARE * seconds)
-        labels, ended = {config.id: config.label for config in self.sweep.configs}, False
-        with self.open_store(sources) as store:
-            search = Search(
-                self.sweep, store, self.engine, choose, families, clock=WallClock(), seconds=seconds, until=until,
-                asked=asked, servers=servers, progress=progress,
-            )  # fmt: skip
-            try:
-                for race in search.measure():
-                    progress.update("racing", 0, None, note=race_state(race, labels, search.left_s))
-                ended = search.race.ending != "interrupted"
-            finally:
-                if not ended:
-                    self.say(
-                        f"Measurements are in {self.folder}; to continue, run the same command with --results"
-                        f" {shlex.quote(str(self.folder))} --resume."
-                    )
-            answer = find_answer(search, load_results(self.folder))
-            assert store.run.tuning is not None
-            store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=answer))
+        sweep, store = self.session.sweep, self.session.store
+        labels, ended = {config.id: config.label for config in sweep.configs}, False
+        search = Search(
+            sweep, store, self.session.engine, choose, families, clock=WallClock(), seconds=seconds, until=until,
+            asked=asked, servers=servers, progress=progress,
+        )  # fmt: skip
+        try:
+            for race in search.measure():
+                progress.update("racing", 0, None, note=race_state(race, labels, search.left_s))
+            ended = search.race.ending != "interrupted"
+        finally:
+            if not ended:
+                self.say(
+                    f"Measurements are in {self.folder}; to continue, run the same command with --results"
+                    f" {shlex.quote(str(self.folder))} --resume."
+                )
+        answer = find_answer(search, load_results(self.folder))
+        assert store.run.tuning is not None
+        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=answer))
         return answer, search
 
     def command(self) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import RunError, UsageError
-from specbench.bench.engines.own import ModelEngine
+from specbench.bench.engines.own import ModelEngine, check_engine
+from specbench.bench.manifest import describe_models
+from specbench.experiment import FolderOf, Opened
 from specbench.kernels import is_available
 from specbench.models.devices import available_memory, resolve_device
 from specbench.models.drafters import DrafterLoader
@@ -28,6 +31,29 @@ if TYPE_CHECKING:
     from specbench.specs.models import ModelSpec
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A target with the drafters to try: the given ones and others, those that ``only`` supports if it is an engine."""
+
+    base: Recipe
+    given: Sequence[DrafterSpec]
+    only: ExportEngine | None = None
+
+    @contextmanager
+    def opened(
+        self, options: SweepOptions, folder_of: FolderOf, progress: Progress | None
+    ) -> Iterator[Opened]:
+        check_engine(self.base, self.given, options, progress)
+        sources = describe_models(self.base, self.given)
+        folder, formatted = folder_of(sources["target"]), options.decoding.format is not None
+        engine, cache, notes = load_candidates(
+            self.base.target, self.given, self.base.models, formatted=formatted, only=self.only, progress=progress
+        )  # fmt: skip
+        base = replace(self.base, caching=replace(self.base.caching, cache=cache))
+        rows = configurations(options, engine, base, self.only)
+        yield Opened(engine, options, rows, folder, sources, notes)
 
 
 def load_candidates(
