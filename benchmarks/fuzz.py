@@ -86,7 +86,7 @@ FREE = (
     "ngram:top-k=2",
     "ngram:order=2",
     "ngram:keep",
-    "ngram:window=9",
+    "ngram:min=2",
     "suffix",
     "suffix:n=3,keep",
 )

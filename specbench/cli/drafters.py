@@ -32,7 +32,7 @@ def drafters() -> None:
         package = entry.dist.name if entry.dist else "package"
         _item(console, name, f"{entry.value}, of the installed {package}.", 0, _INDENT, "bold")
     for line in (
-        "Options follow a colon, separated by commas: --drafter ngram:order=3,window=512",
+        "Options follow a colon, separated by commas: --drafter ngram:order=3,top-k=4",
         "A drafter changes the speed, never the output's distribution.",
     ):
         console.print(line, style="dim", markup=False, soft_wrap=not console.is_terminal)

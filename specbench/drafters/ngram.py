@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,8 +36,6 @@ class NGramDrafter(FreeDrafter):
         super().__init__(self.spec, target)
         self.longest = self.spec.max
         self._continuations: dict[tuple[int, ...], _Continuations] = {}
-        # One entry per token in the window.
-        self._recent: deque[tuple[list[tuple[int, ...]], list[int]]] = deque()
         self._vocabulary: int | None = None
         self._device = torch.device("cpu")
 
@@ -46,7 +43,6 @@ class NGramDrafter(FreeDrafter):
         super().begin(prompt)
         if not self.spec.keep:
             self._continuations.clear()
-            self._recent.clear()
         self._vocabulary = None
 
     def take_in(self, context: Sequence[int], first: int) -> None:
@@ -98,23 +94,7 @@ class NGramDrafter(FreeDrafter):
 
     def _count(self, context: Sequence[int], i: int, others: Sequence[int] = ()) -> None:
         """Count token ``i``, and ``others`` that were likely there, for every context before it."""
-        contexts = [tuple(context[i - n : i]) for n in range(1, min(self.spec.order - 1, i) + 1)]
-        tokens = [*others, context[i]]
-        for key in contexts:
-            known = self._continuations.setdefault(key, {})
-            for token in tokens:
+        for n in range(1, min(self.spec.order - 1, i) + 1):
+            known = self._continuations.setdefault(tuple(context[i - n : i]), {})
+            for token in (*others, context[i]):
                 known[token] = known.pop(token, 0) + 1
-        if self.spec.window is not None:
-            self._recent.append((contexts, tokens))
-            if len(self._recent) > self.spec.window:
-                self._forget(*self._recent.popleft())
-
-    def _forget(self, contexts: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> None:
-        for key in contexts:
-            known = self._continuations[key]
-            for token in tokens:
-                known[token] -= 1
-                if not known[token]:
-                    del known[token]
-            if not known:
-                del self._continuations[key]

@@ -130,7 +130,7 @@ class NGram(FreeSpec, word="ngram", drafter="ngram:NGramDrafter"):
     """Counts of what followed the last tokens in prompt and output, with back-off.
 
     Attributes:
-        keep: No n-gram spans two prompts. Without a window the counts grow forever.
+        keep: No n-gram spans two prompts. The counts grow forever.
         top_k: The target's k most probable tokens, before transforms, count as seen before the emitted token, in the
             order of their probability.
         sample: The counts after the longest known context are then q, normalized and untransformed. Greedy decoding
@@ -141,9 +141,8 @@ class NGram(FreeSpec, word="ngram", drafter="ngram:NGramDrafter"):
     order: int = option(
         4, "order=N", "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less", least=2, most=16
     )
-    max: int | None = option(None, "max=TOKENS", "maximum number of tokens drafted in a step", least=1)
-    window: int | None = option(None, "window=TOKENS", "count only the last TOKENS tokens", least=1)
     keep: bool = option(False, "keep", "keep the counts between prompts")
+    max: int | None = option(None, "max=TOKENS", "maximum number of tokens drafted in a step", least=1)
     top_k: int = option(
         1, "top-k=K", "also count the target's K most probable tokens at each verified position", least=1
     )
