@@ -28,7 +28,6 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.parallel import ParallelDrafter
-from specbench.generate_many import GenerationRuns
 from specbench.models.heads import find_head
 from specbench.models.target import Target
 from specbench.options import LoadOptions
@@ -125,24 +124,6 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept):
         assert found.token_ids == expected
         total += accepted(found)
     assert total > 10
-
-
-def test_requests_side_by_side_give_what_they_give_alone(tmp_path):
-    own = wrap_target(few_tokens(), pack=False)
-    drafter = few_head(tmp_path, "pard", own)
-    runs = [
-        GenerationRun(
-            [*PROMPT, *[number % 9] * number * 3], own, each, policy=FixedLength(3), max_new_tokens=20
-        )
-        for each in (drafter, CascadeDrafter(LookupDrafter(), drafter))
-        for number in range(4)
-    ]
-    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=14, pool_tokens=112).results()
-    for run, found in zip(runs, many, strict=True):
-        alone = decoded(own, run.drafter, run.prompt, policy=run.policy, max_new_tokens=20, ignore_eos=False)
-        assert isinstance(found, Generation)
-        assert found.token_ids == alone.token_ids
-        assert [step.drafted for step in found.steps] == [step.drafted for step in alone.steps]
 
 
 def other_model(kind: str, seed: int) -> Any:
