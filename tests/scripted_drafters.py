@@ -37,11 +37,9 @@ from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Drafter
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.grammar import GrammarDrafter
-from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.lookup import LookupDrafter
-from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.model import HeadDrafter, ModelDrafter, ParallelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.parallel import ParallelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter

@@ -52,8 +52,8 @@ from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardRequest, S
 from specbench.decoding.records import Generation, SharedPass, Step
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import HeadDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns

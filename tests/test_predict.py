@@ -19,9 +19,8 @@ from specbench.decoding.stops import StopRules
 from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
-from specbench.drafters.model import ModelDrafter
+from specbench.drafters.model import ModelDrafter, ParallelDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.parallel import ParallelDrafter
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import FixedLength, build_policy
 from specbench.predict import chances, forecast

@@ -1,4 +1,4 @@
-"""Drafting with a small model, or with a cheaper form of the target on the target's cache: chains and trees."""
+"""Drafting with a small model, a cheaper form of the target on its cache, or a trained head: chains and trees."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from specbench.drafters.chain import ChainDrafter, warn_of_no_numbers
 if TYPE_CHECKING:
     import torch
 
+    from specbench.backends.torch.head_scorers import HeadScorer
     from specbench.backends.torch.scorer import Scorer
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
@@ -143,3 +144,101 @@ class SelfDrafter(ModelDrafter):
 
     def update(self, outcome: StepOutcome) -> None:
         """The target rolls their cache back."""
+
+
+class HeadDrafter(ModelDrafter):
+    """Drafts with a trained head, see ``ModelDrafter``. It drafts nothing before the target's first forward pass."""
+
+    scorer: HeadScorer  # type: ignore[assignment]
+    takes_guesses = False  # after a token the head reads its own hidden state, which is not known of guesses
+
+    def __init__(self, scorer: HeadScorer, name: str, clock: Clock | None = None) -> None:
+        super().__init__(scorer, name, clock)  # type: ignore[arg-type]
+        self.traits = replace(
+            self.traits, layers=scorer.layers, predicts_acceptance=scorer.predicts_acceptance
+        )
+
+    def _predicted_acceptance(self) -> float | None:
+        predicted = self.scorer.acceptance
+        return None if predicted is None else float(predicted[-1])
+
+    def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
+        return self.scorer.can_read(context, drafted)
+
+    def unread(self, prompt: Sequence[int]) -> int:
+        return super().unread(prompt) if self.scorer.reads_context else 0
+
+    def _room(self, context: Sequence[int], budget: int) -> int:
+        longest = self.scorer.longest
+        return super()._room(context, budget if longest is None else min(budget, longest))
+
+    def update(self, outcome: StepOutcome) -> None:
+        """Drop all entries of drafts; the head reads accepted tokens again, with the target's states."""
+        length = len(outcome.context) - 1
+        if outcome.states is not None:
+            self.scorer.take_states(length, outcome.states)
+        self.scorer.rollback(length, outcome.path)
+
+
+class ParallelDrafter(ModelDrafter):
+    """Drafts a chain in one pass of a small model, which reads masks after the context: PARD (An et al. 2025, arXiv
+    2504.18583).
+
+    The model was trained to predict the next token at each mask. So every token of a draft is drawn from a distribution
+    that depends on the context and its place in the draft alone, and q of a draft is their product.
+    In a cascade the pass also reads the draft tokens before its first one.
+
+    Args:
+        scorer, name, clock: See ``ModelDrafter``.
+        masks: The tokens that it reads after the context, one fewer than it drafts at most.
+    """
+
+    takes_guesses = False
+
+    def __init__(self, scorer: Scorer, name: str, masks: Sequence[int], clock: Clock | None = None) -> None:
+        super().__init__(scorer, name, clock)
+        self.traits = replace(self.traits, trees=False)
+        self._masks = tuple(masks)
+        self._rows: torch.Tensor | None = None  # logits of the step's pass
+        self._context_len = self._first = 0  # tokens of context and draft that it has read
+
+    def _forget_prompt(self) -> None:
+        super()._forget_prompt()
+        self._rows = None
+
+    def _room(self, context: Sequence[int], budget: int) -> int:
+        return super()._room(context, min(budget, len(self._masks) + 1))
+
+    def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
+        if self._rows is None:
+            return super().can_read(context, drafted)
+        return len(drafted) - self._first < len(self._rows)
+
+    def has_read(self, draft: Draft) -> bool:
+        return self._rows is not None and len(draft.tokens) - self._first < len(self._rows)
+
+    def _next_logits(
+        self,
+        context: Sequence[int],
+        draft: Draft,
+        sampling: Sampling,
+        limit: int,
+    ) -> Decoding[torch.Tensor]:
+        place = len(draft.tokens)
+        if self._rows is None:
+            room = super()._room(context, limit) - place
+            tokens = [*draft.tokens, *self._masks[: room - 1]]
+            request = ForwardRequest(self.scorer, context, tokens, rows=1 + len(tokens) - place)
+            self._rows = yield from self._run(request, draft)
+            self._context_len, self._first = len(context), place
+        return self._rows[place - self._first][None]
+
+    def update(self, outcome: StepOutcome) -> None:
+        """Drop the masks, and what was rejected before them."""
+        if self._rows is None:
+            super().update(outcome)
+            return
+        self._rows = None
+        read = [node for node in outcome.path if node < self._first]
+        length = min(len(outcome.context) - 1, self._context_len + len(read))
+        self.scorer.rollback(length, read)

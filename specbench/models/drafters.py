@@ -27,8 +27,7 @@ from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior,
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.free import make_free
-from specbench.drafters.heads import HeadDrafter
-from specbench.drafters.model import SelfDrafter
+from specbench.drafters.model import HeadDrafter, SelfDrafter
 from specbench.drafters.outside import find_class
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters

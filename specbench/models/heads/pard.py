@@ -7,7 +7,7 @@ PARD-2 may also read the target's hidden states. Here it drafts without them, wh
 from __future__ import annotations
 
 from specbench.backends.torch.scorer import Scorer
-from specbench.drafters.parallel import ParallelDrafter
+from specbench.drafters.model import ParallelDrafter
 from specbench.models.heads.base import HeadFiles, register
 
 _MOST = 32
