@@ -62,7 +62,7 @@ def test_greedy_trees_pass(tree, drafter):
 @pytest.mark.parametrize(
     ("tree", "method"),
     [
-        *(("static", name) for name in ("traversal", "recursive", "naive", "greedy-draft")),
+        *(("static", name) for name in ("traversal", "recursive", "naive")),
         ("dynamic", "naive"),
         ("flat", "specinfer"),
         *((None, name) for name in ("block", "naive", "recursive", "specinfer", "traversal")),
@@ -146,7 +146,6 @@ BIASES: dict[str, tuple[str | None, VerificationName, str, Any]] = {
     "the residual is not renormalized": ("static", "recursive", "remainder", not_renormalized),
     "q keeps a token that was drawn": ("static", "recursive", "_without", q_stays),
     "q keeps it under traversal": ("static", "traversal", "_without", q_stays),
-    "the residual of the tail": ("static", "greedy-draft", "remainder", p_stays),
     "p and q's distance for the residual": ("static", "traversal", "_less", not_clamped),
     "an early end in traversal": ("static", "traversal", "traverse", ended_early),
     "an early end in a block": (None, "block", "traverse", ended_early),

@@ -75,16 +75,6 @@ def with_replacement(distribution: TokenDistribution, count: int, random: Random
     return [Draws([random.draw(distribution.q)], distribution.q) for _ in range(count)]
 
 
-def top_and_tail(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-    """Take the most probable tokens, and draw one from the rest of q (Hu et al. 2025)."""
-    best = distribution.best(count - 1)
-    tail = distribution.q.clone()
-    tail[best] = 0.0
-    total = float(tail.sum())
-    drawn = [] if total <= _SMALLEST else [Draws([random.draw(tail)], tail / total)]
-    return [*drawn, Draws(best)]
-
-
 # -- deciding at a node ----------------------------------------------------------------------------
 
 
@@ -100,8 +90,8 @@ def naive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _
 def rejection(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Test a drawn candidate, if any; then draw a token, and accept it if it is a certain candidate.
 
-    With one candidate this is rejection sampling (Leviathan et al. 2023). If one is drawn from the tail and others are
-    certain, it is *greedy draft* (Hu et al. 2025). It costs one draw, and after a rejection work over the vocabulary.
+    With one candidate this is rejection sampling (Leviathan et al. 2023). It costs one draw, and after a rejection work
+    over the vocabulary.
     """
     for token, q in _in_turn(each for each in candidates if each.q is not None):
         if _passes(_ratio(p, q, token), random):
@@ -275,7 +265,6 @@ METHODS: Mapping[str, Method] = {
     "block": Method(traverse, without_replacement, chains_only=True),
     "traversal": Method(traverse, without_replacement),
     "naive": Method(_walked(naive), top, several_drafters=True),
-    "greedy-draft": Method(_walked(rejection), top_and_tail),
     "recursive": Method(_walked(recursive), without_replacement, several_drafters=True),
     "specinfer": Method(_walked(specinfer), with_replacement, several_drafters=True),
 }

@@ -13,9 +13,7 @@ from specbench.base.errors import UsageError, unknown
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.notation import Option, Spec, dashed, option
 
-VerificationName = Literal[
-    "rejection", "block", "traversal", "naive", "greedy-draft", "recursive", "specinfer"
-]
+VerificationName = Literal["rejection", "block", "traversal", "naive", "recursive", "specinfer"]
 
 VERIFICATIONS: tuple[VerificationName, ...] = get_args(VerificationName)
 
