@@ -167,33 +167,6 @@ def test_a_chat_template_is_a_program_in_a_cage(template):
         encode_prompt(tiny_tokenizer(chat_template=template), "Hello")
 
 
-LOOPS = "{% for i in range(99999) %}" * 4 + "x" + "{% endfor %}" * 4
-DOUBLED = "{% set text = namespace(of='ab') %}{% for i in range(40) %}{% set text.of = text.of ~ text.of %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        ("{{ 'a' * 10**10 }}", "memory"),
-        (DOUBLED + "{{ text.of | length }}", "memory"),
-        ("{{ '%9999999999d' % 1 }}", "memory"),
-        ("{{ 'a'.ljust(10**10) }}", "memory"),
-        ("{{ ('a' * 10**5).replace('a', 'a' * 10**5) }}", "memory"),
-        ("{{ messages[0].content * 10**7 }}", "more than 16,777,216 characters"),
-        ("{{ 9 ** (9 ** 9) }}", "longer than 1 seconds"),
-        (LOOPS, "longer than 1 seconds"),
-    ],
-)
-def test_a_chat_template_takes_neither_all_memory_nor_all_time(template, why, monkeypatch):
-    if why == "memory" and sys.platform != "linux":
-        pytest.skip("the system has no such limit, or not for sure")
-    monkeypatch.setattr(chat_templates, "SECONDS", 1.0)
-    with pytest.raises(UsageError, match=rf"chat template refuses .*{why}.* Use --raw\."):
-        encode_prompt(tiny_tokenizer(chat_template=template), "Hello")
-    ordinary = tiny_tokenizer(chat_template="{{ messages[0].content }}{{ eos_token }}")
-    assert encode_prompt(ordinary, "ab") == encode_prompt(ordinary, f"ab{ordinary.eos_token}", chat=False)
-
-
 def test_a_chat_template_writes_what_its_tokenizer_writes():
     template = (
         "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message['content'] | trim }}\n{% endfor %}"

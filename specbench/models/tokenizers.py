@@ -14,7 +14,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.decoding.stops import special_tokens
-from specbench.models.chat_templates import TemplateError, render_chat, start_renderer
+from specbench.models.chat_templates import TemplateError, render_chat
 from specbench.models.checkpoints import custom_code, text_config
 
 
@@ -46,8 +46,6 @@ def make_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
         raise RunError(f"The tokenizer of {name} is damaged: its model_max_length is no number.")
     tokenizer.name_or_path = name
     tokenizer.chat_template = tokenizer.chat_template or _processor_template(folder)
-    if tokenizer.chat_template:
-        start_renderer()
     return tokenizer
 
 
