@@ -109,21 +109,6 @@ FAMILIES = {
         weights(attn_norm=NORM, post_attention_norm=NORM) | MIXED | SHARED,
         QWEN35_TENSORS,
     ),
-    "lfm2": Family(
-        RMS | {"attention.head_count_kv": [0, KV_HEADS], "shortconv.l_cache": 3, "rope.freq_base": 1e6},
-        {},
-        weights(token_embd_norm=NORM)
-        | {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in (NORMS | GATED).items()}
-        | {f"blk.1.{name}": shape for name, shape in (HEADED | QK_NORMS).items()}
-        | {f"blk.0.shortconv.{name}.weight": shape for name, shape in
-           {"conv": (HIDDEN, 3), "in_proj": (3 * HIDDEN, HIDDEN), "out_proj": (HIDDEN, HIDDEN)}.items()},
-    ),
-    "minimax-m2": Family(
-        {**RMS, **EXPERT_KEYS, **LENGTHS, "rope.dimension_count": 4, "rope.freq_base": 5e6, "expert_gating_func": 2},
-        NORMS | HEADED | MIXED
-        | weights(attn_q_norm=(Q,), attn_k_norm=(KV,)) | {"exp_probs_b.bias": (EXPERTS,)},
-        LAST | HEAD_TENSOR,
-    ),
 }  # fmt: skip
 
 
@@ -168,14 +153,14 @@ _BASE = {"rope.freq_base": 500000.0}
 FACTS = [
     *(Fact(architecture, "its usual keys") for architecture in FAMILIES),
     *(Fact(each, "`rope.scaling`: linear", _LINEAR) for each in
-      ("llama", "qwen2", "qwen3", "gemma3", "lfm2")),
+      ("llama", "qwen2", "qwen3", "gemma3")),
     *(Fact(each, "`rope.scaling`: YaRN", _YARN) for each in
-      ("llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "gemma3", "minimax-m2")),
+      ("llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "gemma3")),
     *(Fact(each, "`rope.freq_base`", _BASE) for each in
-      ("llama", "gemma3", "lfm2")),
+      ("llama", "gemma3")),
     *(Fact(each, "no `rope.freq_base`", {"rope.freq_base": None}) for each in ("llama", "gemma3")),
     *(Fact(each, "`output.weight`", tensors=_OUTPUT) for each in
-      ("qwen2", "gemma3", "lfm2")),
+      ("qwen2", "gemma3")),
     *(Fact(each, "no `output.weight`", tensors=_TIED) for each in ("llama", "qwen3")),
     Fact("llama", "another `rope_freqs.weight`", tensors={"rope_freqs.weight": (4,)}, refused="rope_freqs.weight"),
     Fact("llama", "`rope_freqs.weight` of Llama 3.1", _BASE, {"rope_freqs.weight": llama3_factors(500000.0)}),
@@ -210,9 +195,6 @@ FACTS = [
     Fact("gemma3", "`attention.key_length`", _WIDE, _WIDE_HEADS | _WIDE_NORMS),
     Fact("gemma3", "`sliding_window_pattern`", {"attention.sliding_window_pattern": 2}, refused="window_pattern"),
     Fact("gemma3", "no window", {"attention.sliding_window": None}, refused="attention.sliding_window"),
-    Fact("lfm2", "`shortconv.l_cache`", {"shortconv.l_cache": 4}, {"blk.0.shortconv.conv.weight": (HIDDEN, 4)}),
-    Fact("minimax-m2", "`rope.dimension_count`", {"rope.dimension_count": HEAD}),
-    Fact("minimax-m2", "`expert_gating_func`", {"expert_gating_func": 1}, refused="expert_gating_func"),
 ]  # fmt: skip
 """What is compared with llama.cpp."""
 
@@ -228,11 +210,10 @@ def write_tiny(
     tokenizer: Mapping[str, Any] | None = None,
     seed: int = 0,
     blocks: gguf.GGMLQuantizationType | None = None,
-    unpacked: bool = False,
 ) -> Path:
     """A file of a family; ``keys`` and ``tensors`` replace its own, and leave out those that are ``None``.
 
-    With ``blocks``, matrices are stored in blocks of this kind, or with ``unpacked`` as the numbers of these.
+    With ``blocks``, matrices are stored in blocks of this kind.
     """
     family = FAMILIES[architecture]
     shapes: dict[str, Any] = {"token_embd.weight": (SIZE, HIDDEN), **family.model}
@@ -261,11 +242,7 @@ def write_tiny(
         add(writer, f"tokenizer.{name}", value)
     for name, values in data.items():
         if values is not None and blocks and values.ndim > 1 and not values.shape[-1] % 32:
-            packed = gguf.quantize(values, blocks)
-            if unpacked:
-                writer.add_tensor(name, gguf.dequantize(packed, blocks))
-            else:
-                writer.add_tensor(name, packed, raw_dtype=blocks)
+            writer.add_tensor(name, gguf.quantize(values, blocks), raw_dtype=blocks)
         elif values is not None:
             writer.add_tensor(name, values)
     writer.write_header_to_file()

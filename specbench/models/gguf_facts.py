@@ -59,19 +59,6 @@ def _gemma3(settings: dict[str, Any]) -> None:
     settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
 
 
-def _lfm2(settings: dict[str, Any]) -> None:
-    """A layer without heads for keys is a convolution."""
-    heads = settings["num_key_value_heads"]
-    settings["layer_types"] = ["full_attention" if each else "conv" for each in heads]
-    settings["num_key_value_heads"] = max(heads)
-
-
-def _minimax(settings: dict[str, Any]) -> None:
-    if settings["scoring_func"] != 2:
-        raise _UnknownError("expert_gating_func")
-    settings["scoring_func"] = "sigmoid"
-
-
 def _qwen35(settings: dict[str, Any]) -> None:
     """The layers of multi-token prediction at the end are no part of the model itself."""
     settings["num_hidden_layers"] -= settings["mtp"]
@@ -119,17 +106,6 @@ FAMILIES: Mapping[str, Family] = {
         "qwen3_5_moe_text",
         {**_QWEN35, **_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         f"{_DELTA} {_MIXED} {_SHARED}", defaults=_QWEN35_DEFAULTS, rotated="part", more=_qwen35,
-    ),
-    "lfm2": Family(
-        "lfm2", {_RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-        f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_GATED} shortconv.conv shortconv.in_proj shortconv.out_proj",
-        "token_embd_norm output", defaults={"block_auto_adjust_ff_dim": False}, more=_lfm2,
-    ),
-    "minimax-m2": Family(
-        "minimax_m2", {**_RMS_NORM, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-                       "expert_feed_forward_length": "intermediate_size", "expert_gating_func": "scoring_func"},
-        f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_MIXED} exp_probs_b?", defaults={"use_routing_bias": True},
-        rotated="part", more=_minimax,
     ),
     "gemma3": Family(
         "gemma3_text", {**_RMS_NORM, _WINDOW: "sliding_window", "rope.freq_base_swa": "local_theta"},

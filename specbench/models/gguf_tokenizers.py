@@ -26,13 +26,10 @@ _QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|{_SPACES}"
 _LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}[\r\n]*|{_SPACES}"
 
 
-def _by_case(letters: str, ending: str, digits: str) -> str:
-    """Words end before an upper-case letter that follows a lower-case one."""
-    before, upper, lower = r"[^\r\n\p{L}\p{N}]?", rf"[{letters}&&[^a-z]]", rf"[{letters}&&[^A-Z]]"
-    words = f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
-    return rf"{words}|{digits}|{_SIGNS}[\r\n/]*|{_SPACES}"
-
-
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{L}&&[^a-z]]*[\p{L}&&[^A-Z]]+|[^\r\n\p{L}\p{N}]?[\p{L}&&[^a-z]]+[\p{L}&&[^A-Z]]*"
+    rf"|\p{{N}}|{_SIGNS}[\r\n/]*|{_SPACES}"
+)
 _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt-2 a.x-4.0 mellum trillion granite-docling", (_GPT2,)),
     ("smollm mellum2", (r"\p{N}", _GPT2)),
@@ -42,10 +39,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
         rf"|{_SPACES}",
     )),
-    ("minicpm5", (r"\p{N}{1,3}", _QWEN2.replace(r"|\p{N}|", r"|\p{N}+|"))),
-    ("seed-coder", (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
-    ("tekken", (_by_case(r"\p{L}", "", r"\p{N}"),)),
-    ("gpt-4o minimax-m2", (_by_case(r"\p{L}", f"{_CONTRACTION}?", r"\p{N}{1,3}"),)),
+    ("tekken", (_TEKKEN,)),
 )  # fmt: skip
 
 PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
@@ -54,9 +48,8 @@ PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
 """llama.cpp's names of pre-tokenizers whose rules are known."""
 
 _BOS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"}
-"""Pre-tokenizers whose texts begin with a BOS token, if the file does not say."""
-_WHOLE_PIECES = {*_BOS, "minicpm5"}
-"""Pre-tokenizers that keep a piece whole if it is a token, in place of merging it from its parts."""
+"""Pre-tokenizers whose texts begin with a BOS token, if the file does not say; and that keep a piece whole if it is a
+token, in place of merging it from its parts."""
 
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens by the names that `transformers` uses, and what llama.cpp calls them."""
@@ -154,7 +147,7 @@ def _byte_level(vocabulary: dict[str, int], merges: list[str] | None, pre: Any, 
     if merges is None:
         raise UsageError(f"The GGUF file {file!r} has no merges for its tokens.", SAFETENSORS)
     pairs = [(merge[:at], merge[at + 1 :]) for merge in merges for at in [merge.index(" ", 1)]]
-    tokenizer = Tokenizer(BPE(vocabulary, pairs, ignore_merges=pre in _WHOLE_PIECES))
+    tokenizer = Tokenizer(BPE(vocabulary, pairs, ignore_merges=pre in _BOS))
     tokenizer.pre_tokenizer = splitter(pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
