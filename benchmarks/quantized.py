@@ -3,8 +3,7 @@
 `tests/test_quantized.py` compares what specbench makes of them with a hash of what the package itself makes of them.
 The file is made in an environment of its own, on a CPU:
 
-    pip install torch==2.13.0 transformers==5.23.0 compressed-tensors==0.20.1 bitsandbytes==0.50.2 torchao==0.18.0 \\
-        gptqmodel==7.7.0
+    pip install torch==2.13.0 transformers==5.23.0 compressed-tensors==0.20.1 gptqmodel==7.7.0
     python benchmarks/quantized.py
 """
 
@@ -38,7 +37,6 @@ def compressed_tensors() -> Iterator[Form]:
     for preset, form in (
         ("W4A16", "pack-quantized"),
         ("W4A16_ASYM", "pack-quantized"),
-        ("W3A16", "pack-quantized"),
         ("W8A8", "int-quantized"),
         ("FP8", "float-quantized"),
         ("FP8_DYNAMIC", "float-quantized"),
@@ -70,50 +68,12 @@ def compressed_tensors() -> Iterator[Form]:
         yield f"compressed-tensors {preset}", settings, packed, package.decompress(packed, scheme)["weight"]
 
 
-def bitsandbytes() -> Iterator[Form]:
-    from bitsandbytes import functional
-
-    for kind, nested in (("nf4", False), ("nf4", True), ("fp4", False)):
-        packed, state = functional.quantize_4bit(weight(), quant_type=kind, compress_statistics=nested)
-        parts = {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
-        name = f"bitsandbytes {kind}{' nested' if nested else ''}"
-        yield (
-            name,
-            {"load_in_4bit": True},
-            {"weight": packed} | parts,
-            functional.dequantize_4bit(packed, state),
-        )
-    codes, largest, _ = functional.int8_vectorwise_quant(weight(torch.float16))
-    made = functional.int8_vectorwise_dequant(codes, largest).bfloat16()
-    yield "bitsandbytes int8", {"load_in_8bit": True}, {"weight": codes, "SCB": largest}, made
-
-
-def torchao() -> Iterator[Form]:
-    from torchao import quantization
-
-    for name, config in (
-        ("int8", quantization.Int8WeightOnlyConfig()),
-        ("float8", quantization.Float8WeightOnlyConfig()),
-        (
-            "int4 in bytes",
-            quantization.IntxWeightOnlyConfig(torch.int4, quantization.granularity.PerGroup(GROUP)),
-        ),
-    ):
-        layer = torch.nn.Linear(COLUMNS, ROWS, False, dtype=torch.bfloat16)
-        layer.weight.data = weight()
-        quantization.quantize_(layer, config)
-        made: Any = layer.weight
-        named = {"qdata": made.qdata, "scale": made.scale, "zero_point": getattr(made, "zero_point", None)}
-        parts = {f"_weight_{key}": value for key, value in named.items() if value is not None}
-        yield f"torchao {name}", {"quant_method": "torchao"}, parts, made.dequantize()
-
-
 def gptq() -> Iterator[Form]:
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization.config import QuantizeConfig
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
-    for bits, acts, older in ((4, False, True), (4, True, False), (3, False, True), (8, False, True)):
+    for bits, acts, older in ((4, False, True), (4, True, False), (8, False, True)):
         order = (
             torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
             if acts
@@ -168,7 +128,7 @@ def of_transformers() -> Iterator[Form]:
 def main() -> None:
     tensors: dict[str, torch.Tensor] = {}
     told: dict[str, str] = {}
-    for forms in (compressed_tensors, bitsandbytes, torchao, gptq, awq, of_transformers):
+    for forms in (compressed_tensors, gptq, awq, of_transformers):
         for name, settings, parts, made in forms():
             tensors |= {f"{name}/layer.{key}": part.detach().contiguous() for key, part in parts.items()}
             facts = {

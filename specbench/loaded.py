@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
-from specbench.models.layer_files import forget_ahead
 from specbench.models.prepare import prepare
 from specbench.options import CacheOptions, quantized
 from specbench.policies import FixedLength, build_policy
@@ -127,7 +126,6 @@ def load_recipe(recipe: Recipe, progress: Progress | None = None, **more: Any) -
     """
     recipe.check()
     target, (drafter,) = load_models(recipe, [recipe.drafter], progress, **more)
-    forget_ahead()
     return LoadedRecipe.of(recipe, target, drafter)
 
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,6 @@ from cli_runs import refusal
 from gguf_files import (
     FACTS,
     FAMILIES,
-    LAYERS,
     PROMPT,
     SIZE,
     TEXTS,
@@ -38,17 +36,12 @@ from llama_cpp import (
     tokens_of,
     with_tables,
 )
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.base.errors import UsageError
-from specbench.generate import speculative_generate
-from specbench.kernels import native
 from specbench.models.gguf import convert_gguf
-from specbench.models.gguf_blocks import _Blocks
 from specbench.models.gguf_tokenizers import splitter
 from specbench.models.load import load_model
-from specbench.models.target import load_target
 from specbench.options import LoadOptions
 
 LLAMA_CPP: dict[str, Any] = json.loads(ANSWERS.read_text(encoding="utf-8"))
@@ -124,85 +117,6 @@ def test_files_of_another_kind_are_refused_by_name(tmp_path):
     message = refusal(converted, path, kind=UsageError)
     assert "'phi3x') cannot be converted" in message
     assert "original checkpoint" in message
-
-
-# -- blocks --------------------------------------------------------------------------------------
-
-BLOCKS = [gguf.GGMLQuantizationType[kind] for kind in ("Q4_0", "Q5_0", "Q8_0")]
-
-
-@pytest.mark.parametrize("heads", [0, 2])
-@pytest.mark.parametrize("kind", BLOCKS, ids=str)
-def test_blocks_have_the_numbers_of_the_gguf_package(tmp_path, kind, heads):
-    random = np.random.default_rng(0)
-    data = random.integers(0, 256, (8, 3, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
-    data[..., :2] = random.standard_normal((8, 3, 1)).astype(np.float16).view(np.uint8)
-    data.tofile(tmp_path / "blocks")
-    grid = _Blocks(int(kind), 0, heads).grid(tmp_path / "blocks", (8, 96))
-    expected = torch.from_numpy(gguf.dequantize(data.reshape(8, -1), kind))
-    order = [0, 2, 1, 3, 4, 6, 5, 7] if heads else [*range(8)]
-    assert torch.equal(grid.unpack(torch.float32), expected[order])
-
-
-@pytest.mark.parametrize(
-    ("architecture", "kind"),
-    [
-        *(("llama", kind) for kind in BLOCKS),
-        ("qwen35", BLOCKS[0]),
-        ("qwen35", BLOCKS[2]),
-    ],
-)
-def test_a_converted_model_has_the_numbers_of_its_blocks(tmp_path, architecture, kind):
-    (tmp_path / "plain").mkdir()
-    packed = converted(write_tiny(tmp_path / "tiny.gguf", architecture, blocks=kind))
-    plain = converted(write_tiny(tmp_path / "plain" / "tiny.gguf", architecture, blocks=kind, unpacked=True))
-    found, expected = (load_file(folder / "model.safetensors") for folder in (packed, plain))
-    layers = json.loads((packed / "blocks.json").read_text())
-    assert len(layers) > 3 * LAYERS
-    assert all(torch.equal(found[f"{name}.weight"], expected[f"{name}.weight"].bfloat16()) for name in layers)
-    assert not json.loads((plain / "blocks.json").read_text())
-
-
-def rounding(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Activations as quantized layers take them."""
-    steps = inputs[0].abs().amax(-1, keepdim=True) / 127
-    return ((inputs[0] * (1 / steps)).round() * steps, *inputs[1:])
-
-
-@pytest.mark.skipif(not native.is_available(), reason="no native products")
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [("int4", "Q4_0"), ("int8", "Q4_0"), ("int8", "Q5_0"), ("int8", "Q8_0")]
-)
-def test_packed_layers_have_the_numbers_of_the_blocks(tmp_path, monkeypatch, dtype, kind):
-    monkeypatch.setattr("specbench.models.load.reads_bfloat16", lambda: False)  # keys and values are float32
-    blocks, sizes = gguf.GGMLQuantizationType[kind], {"feed_forward_length": 64}
-    mlp = {
-        "blk.*.ffn_gate.weight": (64, 32),
-        "blk.*.ffn_up.weight": (64, 32),
-        "blk.*.ffn_down.weight": (32, 64),
-    }
-    (tmp_path / "plain").mkdir()
-    paths = [tmp_path / "tiny.gguf", tmp_path / "plain" / "tiny.gguf"]
-    for path in paths:
-        write_tiny(path, "llama", keys=sizes, tensors=mlp, blocks=blocks, unpacked=path != paths[0])
-    target = load_target(str(paths[0]), LoadOptions(dtype, "cpu"))
-    assert f"Its {dtype} layers have the numbers of the checkpoint." in target.language_model.notes
-    model, plain = (load_model(str(path), LoadOptions("float32", "cpu")).model for path in paths)
-    for name, module in model.named_modules():
-        if type(module) is torch.nn.Linear:
-            module.weight = plain.get_parameter(f"{name}.weight")
-            module.register_forward_pre_hook(rounding)
-    ids = torch.tensor([PROMPT])
-    expected = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1)[0, len(PROMPT) :]
-    for drafter in ("none", "lookup"):
-        found = speculative_generate(PROMPT, target, drafter, max_new_tokens=20, ignore_eos=True)
-        assert found.token_ids == tuple(expected.tolist())
-
-
-def test_what_does_not_fit_is_rounded_and_said(tmp_path):
-    path = write_tiny(tmp_path / "tiny.gguf", "llama", blocks=gguf.GGMLQuantizationType.Q8_0)
-    target = load_target(str(path), LoadOptions("int4", "cpu"))
-    assert target.language_model.notes[-1].startswith("None of its int4 layers")
 
 
 # -- the tokenizer -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ KINDS = {
     SUITES_FOLDER: "prompts of public benchmarks",
 }
 MANIFEST = "manifest.json"
-_LONGEST = 1 << 24  # bytes of a line
+_LONGEST = 1 << 24  # bytes of a header
 
 
 def write_manifest(folder: Path, version: int, source: dict[str, str]) -> None:
@@ -113,12 +113,15 @@ def entries_in(folder: Path) -> list[Entry]:
 
 
 def _name(path: Path) -> str:
-    """Return the name of an entry for users: the model that its manifest names, or the first line of its file."""
+    """Return the name of an entry for users: the model that its manifest or its safetensors file names."""
     if path.name.startswith("."):
         return f"{path.name} (half made)"
     try:
-        with (path / MANIFEST if path.is_dir() else path).open("rb") as file:
-            return str(json.loads(file.readline(_LONGEST))["source"]["name"])
+        if path.is_dir():
+            return str(json.loads((path / MANIFEST).read_bytes())["source"]["name"])
+        with path.open("rb") as file:
+            header = file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST))
+            return str(json.loads(header)["__metadata__"]["name"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return path.name
 

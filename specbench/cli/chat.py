@@ -47,12 +47,10 @@ def chat(
     """
     from specbench.base.progress import quiet_transformers
     from specbench.cli.summary import show_notes
-    from specbench.models.layer_files import read_layers_ahead
 
     recipe = parse_recipe(ctx, drafting, decoding, caching, sampling, template)
     with ExitStack() as stack:
         with starting(quiet) as progress:
-            read_layers_ahead(recipe)
             from specbench.cli.setting import facts
             from specbench.conversation import Conversation
             from specbench.loaded import load_recipe

@@ -70,7 +70,6 @@ def generate(
     from specbench.bench.prompts import read_prompt_text
     from specbench.bench.suites import choose_prompts
     from specbench.cli.summary import show_legend, show_notes
-    from specbench.models.layer_files import read_layers_ahead
 
     recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
     if prompts:
@@ -84,7 +83,6 @@ def generate(
         if show.debug or show.trace_file:
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with starting(show.quiet) as progress:
-            read_layers_ahead(recipe)
             from specbench.cli.one_prompt import (
                 advice_for,
                 deciding_options,

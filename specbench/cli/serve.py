@@ -63,7 +63,6 @@ def serve(
     from specbench.base.progress import quiet_transformers
     from specbench.cli.many import refuse_for_many
     from specbench.cli.summary import show_notes
-    from specbench.models.layer_files import read_layers_ahead
 
     _require_extra()
     with ExitStack() as stack:
@@ -73,7 +72,6 @@ def serve(
         with starting(quiet) as progress:
             recipe = parse_recipe(ctx, drafting, decoding, caching, sampling)
             refuse_for_many(recipe)
-            read_layers_ahead(recipe)
             from specbench.cli.setting import facts
             from specbench.loaded import load_recipe
             from specbench.serve.engine import Engine

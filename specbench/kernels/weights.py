@@ -129,36 +129,6 @@ def bytes_per_weight(kind: QuantizedName, wide: int) -> float:
     return 0.5 + 4 / _GROUP if native.is_available() else wide
 
 
-def rounded(weight: Tensor, kind: QuantizedName) -> QuantizedWeight:
-    """Return a weight [out, in] on a CPU as layers of a kind keep it; int4 needs native products."""
-    return native.Panels.quantize_int4(weight) if kind == "int4" else int8_weight(weight)
-
-
-def from_codes(
-    codes: Tensor, scales: Tensor, least: Tensor | None = None, *, by_groups: bool = True
-) -> QuantizedWeight | None:
-    """Return a weight with exactly these numbers, as layers of this machine keep it; ``None`` if they cannot.
-
-    Args:
-        codes: [out, in], int8; or with ``least`` from 0 to 15, uint8, for int4.
-        scales: Factors of the codes, float32, [out, 1] or [out, groups of 32 inputs].
-        least: What is added, like ``scales``.
-        by_groups: Whether int8 layers may have a scale for each group, which takes longer than one for each row.
-    """
-    if least is None and scales.shape[1] == 1:
-        rows = scales[:, 0].contiguous()
-        return native.Panels.from_int8(codes, rows) if native.is_available() else Int8Weight(codes, rows)
-    if not native.is_available() or (least is None and not by_groups):
-        return None
-    lines = (scales,) if least is None else (scales, least)
-    for dtype in (torch.float16,) if least is None else (torch.bfloat16, torch.float16):
-        short = [each.to(dtype) for each in lines]
-        if all(each.equal(line.float()) for each, line in zip(lines, short, strict=True)):
-            make = native.Panels.from_int8 if least is None else native.Panels.from_int4
-            return make(codes, *short)
-    return None
-
-
 def stored(weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors to save; ``from_stored`` reads them back."""
     if isinstance(weight, native.Panels):

@@ -27,7 +27,7 @@ from specbench.base.textsafe import excerpt
 from specbench.models.gguf import convert_gguf
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
-MANIFEST_FORMAT = 3  # 1: first release; 2: tokenizers split as llama.cpp does; 3: its end tokens
+MANIFEST_FORMAT = 3  # counts what changes prepared models
 
 
 # -- the cache -------------------------------------------------------------------------------------

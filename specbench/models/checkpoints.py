@@ -400,7 +400,6 @@ def weight_memory(
     loaded: torch.dtype,
     *,
     quantize: QuantizedName | None,
-    packs: bool = False,
 ) -> int:
     """Return the most bytes that a model's weights take on a CPU while they are loaded and packed.
 
@@ -411,7 +410,6 @@ def weight_memory(
     Args:
         stored: Dtype of the weights in the file; ``None`` if there are several, or it is not known.
         loaded: Dtype of the weights in memory, before linear layers are quantized.
-        packs: Whether quantized layers are packed from the checkpoint one by one.
     """
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
@@ -423,7 +421,7 @@ def weight_memory(
     # Two layers that become one product are there three times for a moment, a single one twice.
     working = max(words, 4 * (inner or 4 * width)) * width * wide
     most = int(numbers * wide + head + working)
-    if narrow == wide or not (stored == loaded or packs) or most <= available_memory(None):
+    if narrow == wide or stored != loaded or most <= available_memory(None):
         return most
     return most - int(weights_of(config)[1] * (wide - narrow))
 

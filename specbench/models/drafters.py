@@ -275,8 +275,6 @@ def _transform_model(
             )
         trim_head(model, torch.tensor(rows, device=model.device))
         language_model.head_rows = rows
-        if language_model.stored is not None:
-            language_model.stored.drop("lm_head")
     if rounded is not None:
         quantize(language_model, rounded, progress=progress)
         return rounded

@@ -20,7 +20,6 @@ from specbench.base.files import file_errors
 from specbench.base.progress import Progress, announce, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_config, check_memory
-from specbench.models.gguf_blocks import keep_places
 from specbench.models.gguf_facts import read_config
 from specbench.models.gguf_tokenizers import SAFETENSORS, build_tokenizer, end_ids
 
@@ -181,7 +180,6 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
                 delattr(model.config, trace)
         model.config.name_or_path = tokenizer.name_or_path = name
         model.generation_config.eos_token_id = end_ids(header.keys) or None
-        keep_places(gguf, header.tensors.values(), model, folder)
         announce(progress, f"writing the copy of {name}")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -1,9 +1,9 @@
 """Packed and quantized layers of models, kept in the cache folder so that these start sooner.
 
-They are stored in the layout that this machine's kernels use: panels for native kernels, otherwise rows of bytes (int8
-only). A model has one file for each kind, layout, dtype and trimmed head. A file is valid for one state of the
-checkpoint's files (names, sizes, times and headers) and this processor. It is used if all of it has its checksums. A
-damaged or outdated file is replaced; versions of specbench leave each other's alone, but share one budget.
+A model has a safetensors file for each kind, layout of the kernels, dtype and trimmed head. It is valid for one state
+of the checkpoint's files (names, sizes, times and headers), this processor and this version. A damaged or outdated file
+is replaced; versions of specbench leave each other's alone, but share one budget. Files are read into memory and not
+mapped: a forward pass reads all weights, which takes longer from the small pages of files (docs/tried.md).
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specbench import kernels
 from specbench._version import __version__
 from specbench.base.cache import LAYERS_FOLDER, cache_folder
-from specbench.base.files import reason
-from specbench.base.machine import give_back_free_memory, processor_name
+from specbench.base.files import reason, sync
+from specbench.base.machine import processor_name
 from specbench.base.progress import Progress, announce
 from specbench.kernels import weights
 from specbench.kernels.weights import KeptLayers, QuantizedWeight
-from specbench.models.layer_files import entry_name, read_layers, write_layers
 
 if TYPE_CHECKING:
     from specbench.models.load import LanguageModel, WeightFiles
@@ -44,7 +45,7 @@ MOST_BYTES = 8 << 30
 _WORTH_KEEPING = 1 << 25
 """Smallest number of weights that is worth keeping."""
 
-_FORMAT = 6
+_FORMAT = 7
 _PARTS = ("sizes", "exceptions", "panels", "scales", "quantized")
 _ABANDONED_S = 86_400
 """Age from which an unfinished file is removed."""
@@ -56,23 +57,8 @@ def kept_layers(
 ) -> Iterator[KeptLayers | None]:
     """Yield the store of a model's weights of a kind, existing or new; ``None`` if they cannot be stored.
 
-    Layers of a quantized checkpoint that are not in it are packed out of the checkpoint. If a file is replaced, or
-    cannot be written, a note about it is added to the model.
+    If a file is replaced, or cannot be written, a note about it is added to the model.
     """
-    with _kept(model, kind, progress) as layers:
-        if model.stored is None:
-            yield layers
-            return
-        model.stored.inner = layers
-        yield model.stored
-        model.stored.finish()
-    model.notes += filter(None, [model.stored.note])
-    model.stored = None
-    give_back_free_memory()
-
-
-@contextmanager
-def _kept(model: LanguageModel, kind: Kind, progress: Progress | None) -> Iterator[_Layers | None]:
     files, panels = model.files, kernels.is_available()
     making = f"packing {model.name}" if kind == "packed" else f"quantizing {model.name} to {kind}"
     if (
@@ -86,30 +72,29 @@ def _kept(model: LanguageModel, kind: Kind, progress: Progress | None) -> Iterat
         yield None
         return
 
-    def note(why: str) -> None:
-        model.notes.append(f"The {kind} layers stored for {model.name} {why}, so they are made again.")
-
     def report(layer: int) -> None:
         if progress is not None:
             progress.update(f"{making} (the result is kept)", layer, model.layers)
 
-    in_groups = kind == "int8" and model.stored is not None and model.stored.by_groups
-    form = f"{kind} in {'rows' if not panels else 'groups' if in_groups else 'panels'}"
-    parent, place = cache_folder() / LAYERS_FOLDER, _place(model, files, form)
+    parent = cache_folder() / LAYERS_FOLDER
+    place = _place(model, files, f"{kind} in {'panels' if panels else 'rows'}")
     path = parent / f"{place}-{files.digest[:24]}"
     announce(progress, f"reading the {kind} layers of {model.name}")
-    outdated, found = [*parent.glob(f"{place}-*")], read_layers(path)
+    outdated, found = [*parent.glob(f"{place}-*")], _read(path)
     if found is not None:
         with suppress(OSError):
             os.utime(path)  # used just now
-        layers = _Layers({name: torch.from_numpy(array) for name, array in found.items()}, report)
+        layers = _Layers(found, report)
         yield layers
-        if not layers.fit:
-            note("are of no use here")
-            path.unlink(missing_ok=True)  # so that the next start makes another
-        return
+        if layers.fit:
+            return
+        path.unlink(missing_ok=True)  # so that the next start makes another
     if outdated:
-        note("are damaged" if path in outdated else "are from other model files")
+        model.notes.append(
+            f"The {kind} layers stored for {model.name} are damaged or of other model files, so they are made again."
+        )
+    if found is not None:
+        return
     announce(progress, making)
     made = _Layers(None, report)
     yield made
@@ -120,8 +105,9 @@ def _kept(model: LanguageModel, kind: Kind, progress: Progress | None) -> Iterat
         parent.mkdir(parents=True, exist_ok=True)
         if 2 * sum(each.nbytes for each in made.tensors.values()) > shutil.disk_usage(parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        arrays = {name: tensor.contiguous().numpy() for name, tensor in made.tensors.items()}
-        write_layers(partial, entry_name(model.name, kind), arrays)
+        name = model.name if kind == "packed" else f"{model.name} in {kind}"
+        save_file({key: each.contiguous() for key, each in made.tensors.items()}, partial, {"name": name})
+        sync(partial)
         partial.replace(path)
         _evict(parent, path)
     except OSError as error:  # read-only, or full: each start is as it would be without a cache
@@ -144,6 +130,15 @@ def _place(model: LanguageModel, files: WeightFiles, form: str) -> str:
     makers = [_FORMAT, __version__, torch.__version__, processor_name(), *weights.layout()]
     facts = [files.place, model.dtype, model.head_rows, form, *makers]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+
+
+def _read(path: Path) -> dict[str, Tensor] | None:
+    """Return the tensors of a file; ``None`` if there is none, or it is damaged."""
+    try:
+        file: Any = safe_open(path, "pt", backend="pread")
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError):
+        return None
 
 
 class _Layers:

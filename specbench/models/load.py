@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -47,10 +47,8 @@ from specbench.models.checkpoints import (
 )
 from specbench.models.composites import causal_class, composite_class, text_model, text_only, unread_weights
 from specbench.models.devices import available_memory, check_options, resolve_device
-from specbench.models.gguf_blocks import stored_blocks
 from specbench.models.hub import HubModel
 from specbench.models.quantized import note_on_quantization, quantization_of, stored_weights, unpacked_source
-from specbench.models.stored_layers import StoredLayers
 from specbench.models.tokenizers import end_ids_of, has_tokenizer, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import ADAPTED, ModelSpec, parse_model
@@ -102,7 +100,6 @@ class LanguageModel:
         files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
         folder: The folder it was loaded from; ``None`` for a wrapped object.
         words: The folder that its tokenizer was loaded from: that of its adapter if it has one.
-        stored: Layers of a quantized checkpoint that the caller must quantize from it; they have outlines until then.
     """
 
     model: PreTrainedModel
@@ -123,7 +120,6 @@ class LanguageModel:
     files: WeightFiles | None = None
     folder: Path | None = None
     words: Path | None = None
-    stored: StoredLayers | None = None
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -293,7 +289,7 @@ def _load_files(
 ) -> LanguageModel:
     """Load a model; ``named`` is what it was called, for with an adapter its own name says which."""
     folder, name, adapter, config = source.folder, source.spec.name, source.adapter, source.config
-    settings, packed = quantization_of(config, name), quantized(options.dtype)
+    settings = quantization_of(config, name)
     tokenizer = None
     if share_with and share_with.words and same_tokenizer(source.words, share_with.words):
         tokenizer = share_with.tokenizer
@@ -302,7 +298,7 @@ def _load_files(
     if before_weights is not None:
         before_weights(ModelText(tokenizer, _context_limit(config)))
     if source.hub is not None:
-        check = partial(_check_size, options, config, name, packs=packed is not None and adapter is None)
+        check = partial(_check_size, options, config, name)
         source.hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check)
     files = weight_files(folder, name, config, allow_pickle)
     pickled = files[0].suffix != ".safetensors"
@@ -313,33 +309,23 @@ def _load_files(
         counts[_FLOATS.get(kind, torch.uint8)] += prod(shape)
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
-    gguf = Path(source.spec.source) if source.spec.kind == "gguf" else None
-    packs = packed is not None and (settings is not None or gguf is not None) and adapter is None
     stored = kinds[0] if len(kinds) == 1 and settings is None else None
     numbers = weights_of(config)[0] if settings is not None or pickled else sum(counts.values())
-    placement = _placement(options, config, numbers, stored, dtype, name, packs=packs)
-    read = partial(_read_weights, folder, name, config, dtype, placement, files, progress=progress)
-    packs = packs and placement is None
-    model, weights = read(packs=packs and gguf is None)
+    placement = _placement(options, config, numbers, stored, dtype, name)
+    model = _read_weights(folder, name, config, dtype, placement, files, progress)
     if adapter is not None:
         plain = [_fingerprint(model, kind) for kind in (None, torch.bfloat16)]
         model, content, note = adapter.merge(model, name, allow_pickle=allow_pickle)
-    model, layers = text_model(model), None
-    if packed is not None and packs:
-        if gguf is not None:
-            layers = StoredLayers(stored_blocks(gguf, folder, model), packed)
-        elif (layers := StoredLayers.of(model, weights, packed)) is None:
-            model = text_model(read(packs=False)[0])
+    model = text_model(model)
     model.config.name_or_path = name
-    loaded = wrap_model(model, tokenizer, name, quantize=packed)
+    loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
     if settings is not None:
         give_back_free_memory()
-        into = dtype_name(dtype) if layers is None else f"{packed} layers"
-        loaded.notes.append(note_on_quantization(settings, name, into))
+        loaded.notes.append(note_on_quantization(settings, name, dtype_name(dtype)))
     usual = resolve_dtype(replace(options, dtype="auto"), config, counts)
-    if dtype == torch.float32 and usual == torch.bfloat16 and settings is None and gguf is None:
+    if dtype == torch.float32 and usual == torch.bfloat16 and settings is None and source.spec.kind != "gguf":
         loaded.slower = f"{name} in float32 takes about twice as long as in its own bfloat16 (--dtype auto)."
-    loaded.stored, loaded.folder, loaded.words = layers, folder, source.words
+    loaded.folder, loaded.words = folder, source.words
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         loaded.files = WeightFiles(where, headers_digest(folder, files), sum(counts.values()))
@@ -357,16 +343,13 @@ def _load_files(
     return loaded
 
 
-def _check_size(
-    options: LoadOptions, config: PreTrainedConfig, name: str, total: int, *, packs: bool
-) -> None:
+def _check_size(options: LoadOptions, config: PreTrainedConfig, name: str, total: int) -> None:
     """Check roughly, before gigabytes are fetched; ``_load_files`` checks exactly."""
     if isinstance(config.dtype, torch.dtype):
-        unpacked = quantization_of(config, name) is not None
-        counted = unpacked or composite_class(config) is not None
+        counted = quantization_of(config, name) is not None or composite_class(config) is not None
         numbers = weights_of(config)[0] if counted else total // config.dtype.itemsize
         loaded = resolve_dtype(options, config, Counter())
-        _placement(options, config, numbers, config.dtype, loaded, name, packs=packs and unpacked)
+        _placement(options, config, numbers, config.dtype, loaded, name)
 
 
 def _read_weights(
@@ -376,16 +359,13 @@ def _read_weights(
     dtype: torch.dtype,
     placement: Any,
     files: Sequence[Path],
-    *,
-    packs: bool,
     progress: Progress | None,
-) -> tuple[PreTrainedModel, Iterable[Any]]:
-    """Load a model with its weights, and return those of a quantized checkpoint too.
+) -> PreTrainedModel:
+    """Load a model with its weights.
 
     Raises:
         RunError: They are damaged, incomplete or too large.
     """
-    weights: dict[str, Any] = {}
     whole = composite_class(config)
     loader: Any = AutoModelForCausalLM if whole is None else text_only(whole)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "config": config}
@@ -399,7 +379,7 @@ def _read_weights(
         try:
             if settings is not None:
                 loader = causal_class(config) if whole is None else loader
-                weights = stored_weights(files, settings, dtype, name, packs=packs)
+                weights = stored_weights(files, settings, dtype, name)
                 source = unpacked_source(folder, config, weights)
             model, report = loader.from_pretrained(
                 **source,
@@ -428,7 +408,8 @@ def _read_weights(
     for parameter in model.parameters():  # what was unpacked may have another dtype, some layers keep float32
         if parameter.itemsize > 1 and parameter.dtype not in (dtype, torch.float32):
             parameter.data = parameter.data.to(dtype)
-    return model, weights.values()
+    found: PreTrainedModel = model
+    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -464,8 +445,6 @@ def _placement(
     stored: torch.dtype | None,
     loaded: torch.dtype,
     name: str,
-    *,
-    packs: bool = False,
 ) -> Any:
     """Return the ``device_map`` of `from_pretrained`; refuse weights that do not fit (see ``weight_memory``)."""
     if options.device_map is not None:
@@ -479,7 +458,7 @@ def _placement(
         check_memory(numbers * loaded.itemsize, name=name, device=device)
         return {"": device}
     quantize = quantized(options.dtype)
-    peak = weight_memory(config, numbers, stored, loaded, quantize=quantize, packs=packs)
+    peak = weight_memory(config, numbers, stored, loaded, quantize=quantize)
     check_memory(peak, name=name, device=device)
     return None
 

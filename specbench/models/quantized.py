@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,16 +35,12 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _METHODS = {
     "awq": "gemm",
     "gptq": "gptq|gptq_v2",
-    "auto-round": "auto_round(:(auto_gptq|gptqmodel|auto_awq))?",
     "compressed-tensors": "((int|float|naive|pack|nvfp4-pack|mxfp4-pack|mxfp8)-quantized|dense|mixed-precision)",
-    **dict.fromkeys(("bitsandbytes", "torchao", "modelopt", "fp8", "fbgemm_fp8", "mxfp8", "mxfp4"), ".*"),
+    **dict.fromkeys(("fp8", "fbgemm_fp8", "mxfp4"), ".*"),
 }
 """Methods whose weights are read, and the layouts that are."""
 
-_TORCHAO = {"Tensor", "Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor"}
-"""Kinds of tensors of torchao whose numbers lie in the order of the weight."""
-
-_PARTS = (r"(\.weight)?\.[^.]*$", r"\.weight\..*$", "_(blocks|scales?|scale_inv|zero_point)$")
+_PARTS = (r"(\.weight)?\.[^.]*$", "_(blocks|scales?|scale_inv|zero_point)$")
 """What follows the name of a layer, or of a weight of several experts, in the names of its tensors."""
 
 _OTHERS = "Choose a copy of the model that is not quantized, or is in a form that docs/models.md lists."
@@ -61,21 +56,22 @@ def quantization_of(config: PreTrainedConfig, name: str) -> dict[str, Any] | Non
     if not found:
         return None
     settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    method = _method(settings)
+    method = str(settings.get("quant_method"))
     if method not in _METHODS:
         raise UsageError(
             f"The weights of {name} are quantized in a form that is not read: {excerpt(method)!r}.", _OTHERS
         )
     odd = [each for each in _layouts(method, settings) if not re.fullmatch(_METHODS[method], each)]
+    bits = [
+        settings.get("bits"),
+        *((each.get("weights") or {}).get("num_bits") for each in _groups(settings)),
+    ]
+    odd += [f"{each} bits" for each in bits if each in (3, 5, 6, 7)]
     if odd:
-        raise _odd_layout(name, method, odd[0])
+        raise UsageError(
+            f"The weights of {name} ({method}) have a layout that is not read: {excerpt(odd[0])}.", _OTHERS
+        )
     return settings
-
-
-def _odd_layout(name: str, method: str, layout: str) -> UsageError:
-    return UsageError(
-        f"The weights of {name} ({method}) have a layout that is not read: {excerpt(layout)}.", _OTHERS
-    )
 
 
 def unpacked_source(folder: Path, config: PreTrainedConfig, weights: dict[str, Any]) -> dict[str, Any]:
@@ -90,19 +86,12 @@ def unpacked_source(folder: Path, config: PreTrainedConfig, weights: dict[str, A
 
 def note_on_quantization(settings: Mapping[str, Any], name: str, into: str) -> str:
     """Return the sentence for the user about what becomes of a quantized checkpoint."""
-    return f"The weights of {name} are quantized ({_method(settings)}), and were unpacked to {into}."
-
-
-def _method(settings: Mapping[str, Any]) -> str:
-    if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
-        return "bitsandbytes"
-    return str(settings.get("quant_method"))
+    method = settings["quant_method"]
+    return f"The weights of {name} are quantized ({method}), and were unpacked to {into}."
 
 
 def _layouts(method: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the names of the layouts that weights are stored in, as far as a method has several."""
-    if method == "auto-round":
-        return [str(settings.get("packing_format", "auto_round"))]
     if method == "compressed-tensors":
         told = [settings, *_groups(settings), settings.get("sparsity_config") or {}]
         rotated = ["rotations"] if settings.get("transform_config") else []
@@ -131,7 +120,7 @@ class Grid:
         codes: Returns rows of codes, [rows, columns].
         scales: [all rows, groups of columns], float32.
         zeros: The same shape; or one for all.
-        shape: Of the weight; ``None`` for rows and columns. Codes beyond it are left out.
+        shape: Of the weight; ``None`` for rows and columns.
         groups: The group of each column; ``None`` if groups are equal and in order.
         turned: Whether the last two dimensions are exchanged once it is unpacked.
     """
@@ -145,79 +134,15 @@ class Grid:
     turned: bool = False
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        shape = self.shape or (len(self.scales), self.columns)
-        if shape[-1] != self.columns:  # the numbers follow each other in blocks
-            made = torch.empty(len(self.scales), self.columns, dtype=dtype)
-            self.fill(made)
-            return made.view(-1)[: math.prod(shape)].view(*shape)
-        made = torch.empty(*shape[:-2], *(shape[:-3:-1] if self.turned else shape[-2:]), dtype=dtype)
-        parts = made.transpose(-1, -2) if self.turned else made
-        for number, part in enumerate(parts.view(1, *shape) if len(shape) == 2 else parts):
-            self.fill(part, number * shape[-2])
-        return made
-
-    def outline(self, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor for a matrix with only its first and last rows, by which models are told apart; the memory of
-        the others is not touched. ``None`` if the weight is told otherwise than in rows and columns.
-        """
-        rows, shape = len(self.scales), self.shape or (len(self.scales), self.columns)
-        if tuple(shape) != (rows, self.columns) or self.turned:
-            return None
-        made, count = torch.empty(rows, self.columns, dtype=dtype), max(1, -(-64 // self.columns)) + 31 & ~31
-        last = max(0, rows - count) & ~31
-        self.fill(made[:count])
-        self.fill(made[last:], last)
-        return made
-
-    def int8(self) -> tuple[Tensor, ...] | None:
-        """Return whole numbers in int8 and their scales, [rows, 1 or groups of 32 columns], float32; ``None`` if the
-        weight is told otherwise.
-        """
-        scales = self.scales if self.scales.shape[1] == 1 else self._by_32(self.scales)
-        if scales is None:
-            return None
-        codes = torch.empty(len(self.scales), self.columns, dtype=torch.int8)
-        for chunk in self._chunks(len(codes)):
-            whole = self._whole(chunk)
-            codes[chunk] = whole.to(torch.int8)
-            if not whole.equal(codes[chunk].float()):
-                return None
-        return codes, scales
-
-    def int4(self) -> tuple[Tensor, ...] | None:
-        """Return codes from 0 to 15, and scales and least numbers of groups of 32 columns, float32; ``None`` if the
-        weight is told otherwise.
-        """
-        codes, zeros = self.codes(slice(0, len(self.scales))), torch.as_tensor(self.zeros)
-        scales = self._by_32(self.scales)
-        least = self._by_32(-zeros.float() * self.scales)
-        if scales is None or least is None or codes.is_floating_point():
-            return None
-        if codes.dtype == torch.int8:
-            codes, least = codes + 8, least - 8 * scales
-        return None if codes.min() < 0 or codes.max() > 15 else (codes.view(torch.uint8), scales, least)
-
-    def _by_32(self, values: Tensor) -> Tensor | None:
-        """Give groups of 32 columns what theirs have; ``None`` if groups are others."""
-        count, left = divmod(self.columns, 32 * values.shape[1])
-        return None if left or self.groups is not None else values.repeat_interleave(count, 1)
-
-    def fill(self, part: Tensor, begin: int = 0) -> None:
-        """Unpack rows into a part of the weight, from row number ``begin`` on."""
-        for chunk in self._chunks(len(part)):
-            rows = slice(begin + chunk.start, begin + chunk.stop)
-            part[chunk] = self._whole(rows) * self._spread(self.scales[rows])
-
-    def _chunks(self, rows: int) -> Iterator[slice]:
-        step = max(32, _CHUNK // self.columns // 32 * 32)
-        return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
-
-    def _whole(self, chunk: slice) -> Tensor:
-        """Return rows without their scales, float32."""
-        numbers = self.codes(chunk).float()
-        if isinstance(self.zeros, Tensor):
-            return numbers - self._spread(self.zeros[chunk].float())
-        return numbers - self.zeros if self.zeros else numbers
+        made = torch.empty(*(self.shape or (len(self.scales), self.columns)), dtype=dtype)
+        rows, step = made.view(-1, self.columns), max(32, _CHUNK // self.columns // 32 * 32)
+        for first in range(0, len(rows), step):
+            chunk = slice(first, min(first + step, len(rows)))
+            zeros = self.zeros
+            if isinstance(zeros, Tensor):
+                zeros = self._spread(zeros[chunk].float())
+            rows[chunk] = (self.codes(chunk).float() - zeros) * self._spread(self.scales[chunk])
+        return made.mT.contiguous() if self.turned else made
 
     def _spread(self, values: Tensor) -> Tensor:
         """Give each column the value of its group."""
@@ -232,39 +157,23 @@ class Grid:
 class StoredWeight:
     """A weight that is unpacked when it is read: for `from_pretrained` a slice of a safetensors file."""
 
-    def __init__(self, grid: Callable[[], Grid], dtype: torch.dtype, *, packs: bool = False) -> None:
-        self.grid, self._dtype, self._packs = grid, dtype, packs
-        self.outline: Tensor | None = None
+    def __init__(self, grid: Callable[[], Grid], dtype: torch.dtype) -> None:
+        self._grid, self._dtype = grid, dtype
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
-        grid = self.grid()
-        self.outline = grid.outline(self._dtype) if self._packs else None
-        return grid.unpack(self._dtype) if self.outline is None else self.outline
-
-    def fill(self) -> None:
-        """Unpack what was read as an outline."""
-        if self._packs and self.outline is not None:
-            self.outline.copy_(self.grid().unpack(self._dtype))
+        return self._grid().unpack(self._dtype)
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
 def stored_weights(
-    files: Sequence[Path],
-    settings: Mapping[str, Any],
-    dtype: torch.dtype,
-    name: str,
-    *,
-    packs: bool = False,
+    files: Sequence[Path], settings: Mapping[str, Any], dtype: torch.dtype, name: str
 ) -> dict[str, Any]:
     """Return the tensors of a quantized checkpoint by name, as if it were not quantized; each is read when indexed.
 
-    Args:
-        packs: Whether linear layers are to be packed from the checkpoint; see ``StoredLayers``.
-
     Raises:
-        UsageError: A tensor has a layout that is not read.
+        UsageError: They are pickled.
     """
     parts: dict[str, Any] = {}
     for path in files:
@@ -272,17 +181,8 @@ def stored_weights(
             raise UsageError(f"The weights of {name} are quantized and pickled, which is not read.", _OTHERS)
         file: Any = safe_open(path, "pt", backend="pread")  # so that what is read does not stay in memory
         parts |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
-        kinds = re.findall(
-            r"^{\"_type\": \"(\w+)\"", "\n".join((file.metadata() or {}).values()), re.MULTILINE
-        )
-        if odd := set(kinds) - _TORCHAO:
-            raise _odd_layout(name, "torchao", min(odd))
     stored = _Stored(parts, settings)
-    found = {
-        weight: StoredWeight(grid, dtype, packs=packs)
-        for weight, grid in map(stored.weight_at, parts)
-        if grid
-    }
+    found = {weight: StoredWeight(grid, dtype) for weight, grid in map(stored.weight_at, parts) if grid}
     layers = {weight.removesuffix(".weight") for weight in found}
     kept = {key: part for key, part in parts.items() if key.endswith(".bias") or not _is_of(key, layers)}
     return kept | found
@@ -297,10 +197,9 @@ class _Stored:
     """The tensors of a quantized checkpoint, and the weights that are told by several of them."""
 
     def __init__(self, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        self._parts, method = parts, _method(settings)
-        own = _layouts(method, settings)[0]
-        self._is_awq = method == "awq" or own.endswith("awq")
-        self._zeros_are_less = own in ("gptq", "auto_round:auto_gptq")
+        self._parts, method = parts, str(settings.get("quant_method"))
+        self._is_awq = method == "awq"
+        self._zeros_are_less = _layouts(method, settings)[0] == "gptq"
         weights = [each.get("weights") or {} for each in _groups(settings)]
         self._blocks = [
             settings.get("weight_block_size"),
@@ -314,9 +213,6 @@ class _Stored:
         for suffix, weight, read in (
             (".weight_packed", ".weight", self._packed),
             (".qweight", ".weight", self._awq if self._is_awq else self._gptq),
-            (".weight.absmax", ".weight", self._bitsandbytes),
-            (".SCB", ".weight", self._rows),
-            ("._weight_qdata", ".weight", self._torchao),
             ("_blocks", "", self._mxfp4),
             ("_scale_inv", "", self._bytes),
             ("_scale", "", self._bytes),
@@ -327,7 +223,7 @@ class _Stored:
         return key, None
 
     def _is_narrow(self, key: str) -> bool:
-        return key in self._parts and self._parts[key].get_dtype() in ("I8", "U8", "F8_E4M3", "F8_E5M2")
+        return key in self._parts and self._parts[key].get_dtype() in ("I8", "F8_E4M3", "F8_E5M2")
 
     def _read(self, *keys: str) -> Tensor:
         found: Tensor = self._parts["".join(keys)][...]
@@ -339,22 +235,14 @@ class _Stored:
     # Each returns the grid of the weight of a layer, or of a weight with this name.
 
     def _bytes(self, key: str) -> Grid:
-        """FP8 of DeepSeek, compressed-tensors and others, whole numbers of 8 bits, or two of NVFP4 in a byte."""
+        """FP8 of DeepSeek, compressed-tensors and others, or whole numbers of 8 bits."""
         scale = self._find(key, "_scale_inv")
         scale = self._read(key, "_scale") if scale is None else scale
-        codes = self._read(key)
-        if codes.dtype == torch.uint8:
-            grid, overall = self._fp4(codes, scale), self._find(key, "_scale_2")
-            return grid if overall is None else replace(grid, scales=grid.scales * overall.float())
-        return self._grid(codes, scale, self._find(key, "_zero_point"))
-
-    def _rows(self, layer: str) -> Grid:
-        """bitsandbytes in 8 bits: a largest value for each row."""
-        return self._grid(self._read(layer, ".weight"), self._read(layer, ".SCB")[:, None] / 127)
-
-    def _torchao(self, layer: str) -> Grid:
-        codes, scale = (self._read(layer, f"._weight_{end}") for end in ("qdata", "scale"))
-        return self._grid(codes, scale, self._find(layer, "._weight_zero_point"))
+        codes, zeros = self._read(key), self._find(key, "_zero_point")
+        rows = codes.reshape(-1, codes.shape[-1])
+        least = 0 if zeros is None else self._scales(zeros, codes.shape)
+        scales = self._scales(scale, codes.shape)
+        return Grid(lambda chunk: rows[chunk], scales, codes.shape[-1], least, shape=codes.shape)
 
     def _packed(self, layer: str) -> Grid:
         """compressed-tensors: whole numbers in words, or FP4 in bytes."""
@@ -420,25 +308,6 @@ class _Stored:
             unpacked(zeros),
         )
 
-    def _bitsandbytes(self, layer: str) -> Grid:
-        """bitsandbytes in 4 bits: places in a table, for blocks of the weight's numbers in one row."""
-        key = f"{layer}.weight"
-        state = next(name for name in self._parts if name.startswith(f"{key}.quant_state."))
-        told = json.loads(bytes(self._read(state).tolist()))
-        scales, table = self._read(key, ".absmax"), self._read(key, ".quant_map")
-        if (nested := self._find(key, ".nested_absmax")) is not None:
-            outer = nested.repeat_interleave(told["nested_blocksize"])[: len(scales)]
-            scales = self._read(key, ".nested_quant_map")[scales.long()] * outer + told["nested_offset"]
-        size = told["blocksize"]
-        codes, shape = self._read(key).view(torch.uint8).view(-1), told["shape"]
-        codes = torch.nn.functional.pad(codes, (0, len(scales) * size // 2 - len(codes))).view(-1, size // 2)
-        pairs = _pairs(table, high_first=True)
-        columns = (
-            shape[-1] if shape[-1] % size == 0 else size
-        )  # blocks are groups of a row, or go on in the next
-        codes, scales = codes.view(-1, columns // 2), scales.view(-1, columns // size).float()
-        return Grid(lambda chunk: pairs[codes[chunk].int()].flatten(1), scales, columns, shape=shape)
-
     def _mxfp4(self, key: str) -> Grid:
         """Experts of gpt-oss: blocks of 32 numbers along the inputs, which come last there and first in the model."""
         codes, scale = self._read(key, "_blocks"), self._read(key, "_scales")
@@ -446,16 +315,9 @@ class _Stored:
 
     def _fp4(self, codes: Tensor, scale: Tensor) -> Grid:
         shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-        rows, pairs = codes.view(-1, codes.shape[-1]), _pairs(torch.tensor(_FP4))
+        rows, pairs = codes.view(-1, codes.shape[-1]), _pairs()
         scales = self._scales(scale, shape)
         return Grid(lambda chunk: pairs[rows[chunk].int()].flatten(1), scales, shape[-1], shape=shape)
-
-    def _grid(self, codes: Tensor, scale: Tensor, zeros: Tensor | None = None) -> Grid:
-        """Return the grid of a weight whose codes lie as the weight does."""
-        rows = codes.reshape(-1, codes.shape[-1])
-        least = 0 if zeros is None else self._scales(zeros, codes.shape)
-        scales = self._scales(scale, codes.shape)
-        return Grid(lambda chunk: rows[chunk], scales, codes.shape[-1], least, shape=codes.shape)
 
     def _scales(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
         """Return scales or zeros of a weight as [all its rows, groups of columns], float32.
@@ -480,19 +342,12 @@ class _Stored:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Return whole numbers of 1 to 8 bits that follow each other in the rows of int32 words, lowest bits first."""
-    mask = (1 << bits) - 1
-    if 8 % bits == 0:
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        return (words.contiguous().view(torch.uint8)[..., None] >> shifts & mask).flatten(-2)
-    filled = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits)).unflatten(-1, (-1, bits))
-    wide = torch.nn.functional.pad(filled.long() & 0xFFFFFFFF, (0, 1))
-    begin = torch.arange(32) * bits
-    pairs = wide[..., begin // 32] | wide[..., begin // 32 + 1] << 32
-    return (pairs >> begin % 32 & mask).to(torch.uint8).flatten(-2)
+    """Return whole numbers of 2, 4 or 8 bits that follow each other in rows of int32 words, lowest bits first."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return (words.contiguous().view(torch.uint8)[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
 
-def _pairs(table: Tensor, *, high_first: bool = False) -> Tensor:
-    """Return the two numbers that each byte tells by places in a table of 16: [256, 2], float32."""
-    low, high = table.float().repeat(16), table.float().repeat_interleave(16)
-    return torch.stack((high, low) if high_first else (low, high), 1)
+def _pairs() -> Tensor:
+    """Return the two numbers that each byte tells by places in ``_FP4``: [256, 2], float32."""
+    table = torch.tensor(_FP4)
+    return torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)

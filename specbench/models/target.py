@@ -160,8 +160,6 @@ def prepare_target(
         fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
     if language_model.quantize is not None:
-        if language_model.stored is not None:
-            language_model.stored.by_groups = True
         quantize(language_model, language_model.quantize, progress=progress)
     elif pack:
         pack_kept(language_model, progress)
