@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import struct
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_runs import write_exact
-from test_builtin import left_in, write_gguf
+from test_builtin import write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
@@ -32,7 +31,6 @@ from specbench.bench.prompts import load_prompts
 from specbench.cli import run
 from specbench.generate import encode_prompt
 from specbench.models import chat_templates
-from specbench.models.builtin import prepare_gguf
 from specbench.models.checkpoints import plain_name, read_header, shard_names
 from specbench.models.gguf import read_gguf_header
 from specbench.models.load import load_model
@@ -243,27 +241,6 @@ def test_a_file_that_a_model_names_stays_in_its_folder(name):
     for path in (kept, kept.replace("\\", "/")):
         whole = os.path.normpath(os.path.join(folder, path))  # noqa: PTH118
         assert os.path.commonpath([folder, whole]) == folder
-
-
-@pytest.mark.parametrize("how", ["a link", "a name"])
-def test_a_cache_entry_that_leads_out_of_its_folder_is_made_again(tmp_path, own_cache, how):
-    gguf = write_gguf(tmp_path / "tiny.gguf")
-    folder = prepare_gguf(gguf)
-    outside = tmp_path / "outside.json"
-    shutil.copy(folder / "generation_config.json", outside)
-    if how == "a link":
-        (folder / "generation_config.json").unlink()
-        (folder / "generation_config.json").symlink_to(outside)
-    else:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        known = manifest["files"].pop("generation_config.json")
-        manifest["files"]["../../../outside.json"] = known
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert prepare_gguf(gguf) == folder
-    assert not (folder / "generation_config.json").is_symlink()
-    assert "generation_config.json" in json.loads((folder / "manifest.json").read_text())["files"]
-    assert outside.exists()
-    assert left_in(own_cache) == [folder.name]
 
 
 # -- links in the folder of somebody's run ---------------------------------------------------------

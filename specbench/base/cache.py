@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import platformdirs
 
 from specbench.base.errors import UsageError
-from specbench.base.files import file_errors, sha256, sync, write_text
+from specbench.base.files import file_errors
 
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 
@@ -28,30 +27,6 @@ KINDS = {
 }
 MANIFEST = "manifest.json"
 _LONGEST = 1 << 24  # bytes of a header
-
-
-def write_manifest(folder: Path, version: int, source: dict[str, str]) -> None:
-    """Complete a prepared folder with the sizes and hashes of its files."""
-    files: dict[str, dict[str, int | str]] = {}
-    for path in sorted(folder.iterdir()):
-        sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
-    write_text(folder / MANIFEST, json.dumps({"format": version, "source": source, "files": files}) + "\n")
-
-
-def is_intact(folder: Path, version: int, *, limit: float = math.inf) -> bool:
-    """Return whether a folder has exactly the files of its manifest; those above ``limit`` bytes are not hashed."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        files = {folder / name: known for name, known in manifest["files"].items()}
-        if manifest["format"] != version or {*folder.iterdir()} != {*files, folder / MANIFEST}:
-            return False
-        if any(path.is_symlink() or path.stat().st_size != files[path]["size"] for path in files):
-            return False
-        hashed = [path for path in files if files[path]["size"] <= limit]
-        return not folder.is_symlink() and all(sha256(path) == files[path]["sha256"] for path in hashed)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return False
 
 
 def cache_folder() -> Path:

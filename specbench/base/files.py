@@ -21,9 +21,6 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-SMALL_FILE = 16 << 20
-"""Bytes up to which a model's file has its hash checked on every load."""
-
 
 def require_writable(folder: Path) -> None:
     """Raise ``OSError`` if a folder is not writable; called before long work begins."""

@@ -1,14 +1,15 @@
 """Built-in models and GGUF files, prepared once and kept as model folders in the cache.
 
-An entry contains `config.json`, safetensors weights, the tokenizer, and a `manifest.json` with the size and sha256 of
-each file. It is built under a lock in a temporary folder and renamed when complete, so that a crash, a full disk or a
-second process cannot leave an incomplete entry.
+An entry contains `config.json`, safetensors weights, the tokenizer, and a `manifest.json` that names its source. It is
+built under a lock in a temporary folder and renamed when complete, so that a crash, a full disk or a second process
+cannot leave an incomplete entry.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -19,15 +20,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from specbench.base.cache import CACHE_VARIABLE, cache_folder, is_intact, write_manifest
+from specbench.base.cache import CACHE_VARIABLE, MANIFEST, cache_folder
 from specbench.base.errors import RunError
-from specbench.base.files import SMALL_FILE, file_errors, locked, sha256, sync
+from specbench.base.files import file_errors, locked, sha256, sync, write_text
 from specbench.base.progress import Progress, announce
 from specbench.base.textsafe import excerpt
 from specbench.models.gguf import convert_gguf
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
-MANIFEST_FORMAT = 3  # counts what changes prepared models
+_VERSION = 3  # of what is prepared: versions that share the cache leave each other's copies alone
 
 
 # -- the cache -------------------------------------------------------------------------------------
@@ -63,33 +64,22 @@ def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
     return _prepare(entry, build, {"name": gguf.name}, progress)
 
 
-def discard_if_damaged(folder: Path) -> bool:
-    """Check every hash of a cache entry; remove it and return true if one differs."""
-    if is_intact(folder, MANIFEST_FORMAT):
-        return False
-    with _cache_errors():
-        shutil.rmtree(folder)
-    return True
-
-
 def _prepare(
     entry: str, build: Callable[[Path, Path], None], source: dict[str, str], progress: Progress | None
 ) -> Path:
     """Return a cache entry; a missing one is made by ``build(folder, work)``, where ``work`` is a temporary folder."""
     label, parent = source["name"], cache_folder() / "models"
-    entry += f"-v{MANIFEST_FORMAT}"  # so that versions that share the cache leave each other's copies alone
+    entry += f"-v{_VERSION}"
     folder = parent / entry
-    if is_intact(folder, MANIFEST_FORMAT, limit=SMALL_FILE):
+    if folder.is_dir():
         return folder
 
     with _cache_errors():
         parent.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that prepares {label}"
         with locked(parent / f"{entry}.lock", lambda: announce(progress, waiting)):
-            if is_intact(folder, MANIFEST_FORMAT, limit=SMALL_FILE):  # made by the other process
+            if folder.is_dir():  # made by the other process
                 return folder
-            if folder.exists():
-                shutil.rmtree(folder)
             for leftover in parent.glob(f".{entry}-*"):  # of a process that was killed: the lock is ours
                 shutil.rmtree(leftover, ignore_errors=True)
             work = Path(tempfile.mkdtemp(prefix=f".{entry}-", dir=parent))
@@ -97,7 +87,9 @@ def _prepare(
                 made = work / "folder"
                 made.mkdir()
                 build(made, work)
-                write_manifest(made, MANIFEST_FORMAT, source)
+                for path in made.iterdir():
+                    sync(path)
+                write_text(made / MANIFEST, json.dumps({"source": source}) + "\n")
                 made.rename(folder)
                 sync(parent)
             finally:

@@ -32,7 +32,7 @@ from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.sampling import Sampling
 from specbench.kernels import reads_bfloat16
 from specbench.models.adapters import Adapter, with_base
-from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
+from specbench.models.builtin import prepare_builtin, prepare_gguf
 from specbench.models.checkpoints import (
     check_class,
     check_memory,
@@ -170,8 +170,8 @@ def load_model(
     options = options or LoadOptions()
     check_options(options)
     named = parse_model(spec) if isinstance(spec, str) else spec
-    load = partial(
-        _load_files,
+    return _load_files(
+        find_model(named, progress=progress),
         named=named.name,
         options=options,
         progress=progress,
@@ -180,14 +180,6 @@ def load_model(
         share_with=share_tokenizer_with,
         before_weights=before_weights,
     )
-    files = find_model(named, progress=progress)
-    try:
-        return load(files)
-    except RunError:
-        # A prepared copy that fails may have been damaged since; fetch or convert it again, once.
-        if files.spec.kind in ("folder", "hub") or not discard_if_damaged(files.folder):
-            raise
-        return load(find_model(named, progress=progress))
 
 
 @dataclass(frozen=True)
