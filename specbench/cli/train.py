@@ -39,18 +39,6 @@ def train(
         int, _training("--tokens N", "Tokens of the target's own answers to train on.", min=1)
     ] = 400_000,
     depth: Annotated[int, _training("--depth N", "Tokens that the head learns to draft.", min=1)] = 4,
-    layers: Annotated[
-        int | None, _training("--layers N", "Decoder layers of an EAGLE head. Default: 2.", min=1)
-    ] = None,
-    vocab: Annotated[
-        int | None,
-        _training(
-            "--vocab N",
-            "Draft vocabulary: the N tokens that the target writes most often. Default: a quarter of its vocabulary,"
-            " at least 8192.",
-            min=1,
-        ),
-    ] = None,
     out: Annotated[
         Path, opt.output("--out -o FOLDER", "Output folder of the head; --drafter FOLDER drafts with it.")
     ],
@@ -79,9 +67,7 @@ def train(
 
         check_folder(out, resume=resume)
         loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-    settings = TrainingSettings(
-        kind, tokens, answer_tokens=max_new_tokens, depth=depth, layers=layers, vocab=vocab
-    )
+    settings = TrainingSettings(kind, tokens, answer_tokens=max_new_tokens, depth=depth)
     source = ", ".join(Path(source).name for source in sources)
     with StageProgress(quiet, animated=False) as bar:
         try:

@@ -79,20 +79,19 @@ class EagleStudent(Student):
 
     algorithm = "eagle3"
 
-    def __init__(
-        self, model: PreTrainedModel, draft_vocab: torch.Tensor, depth: int, layers: int = 1
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, draft_vocab: torch.Tensor, depth: int) -> None:
         super().__init__(model, draft_vocab, depth)
         self.every = EVERY
-        self.head = self.make_head(model, layers)
+        self.head = self.make_head(model)
         del self.head.lm_head
 
     def read_layers(self, total: int) -> tuple[int, ...]:
         return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
 
-    def make_head(self, model: PreTrainedModel, layers: int) -> Any:
-        """Return a new head."""
+    def make_head(self, model: PreTrainedModel) -> Any:
+        """Return a new head, of two layers if the target has so many."""
         config = self.config
+        layers = min(2, config.num_hidden_layers)
         shape = EagleShape(
             len(self.layers), config.hidden_size, len(self.draft_vocab), layer_config(config), layers
         )

@@ -33,7 +33,7 @@ class MtpStudent(EagleStudent):
     algorithm = "mtp"
     read_layers = Student.read_layers
 
-    def make_head(self, model: PreTrainedModel, layers: int) -> Any:  # noqa: ARG002
+    def make_head(self, model: PreTrainedModel) -> Any:
         head = _layer_of_target(model)
         if head is None:
             own = layer_config(self.config)

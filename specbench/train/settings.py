@@ -12,8 +12,6 @@ class TrainingSettings:
     Attributes:
         kind: One of ``specbench.train.trainer.STUDENTS``.
         tokens: Tokens of the target's own texts to train on.
-        layers: Decoder layers of an EAGLE head; ``None`` for 2, or 1 if the target has no more.
-        vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, at least 8192.
         repeats: How often the head learns from each text.
         batch_tokens: Tokens of a step, padding included; a longer text is a step of its own.
     """
@@ -22,8 +20,6 @@ class TrainingSettings:
     tokens: int = 400_000
     answer_tokens: int = 256
     depth: int = 4
-    layers: int | None = None
-    vocab: int | None = None
     repeats: int = 4
     batch_tokens: int = 1024
     seed: int = 0

@@ -48,9 +48,6 @@ Update = Callable[[str, int, int | None, str], object]
 STUDENTS: dict[str, Any] = {"eagle": EagleStudent, "mtp": MtpStudent, "medusa": MedusaStudent}
 """Kinds of heads that can be trained."""
 
-_STATE, _BEGUN = "state", "begun.json"
-"""Folder of an unfinished training, within that of the result, and the file in it with what it was begun with."""
-
 _SAVE_INTERVAL_S = 60.0
 _MIN_VOCAB = 8192
 _HELD_OUT, _MEASURED_TOKENS = 24, 64
@@ -59,7 +56,7 @@ _HELD_OUT, _MEASURED_TOKENS = 24, 64
 
 def check_folder(out: Path, *, resume: bool) -> None:
     """Raise ``UsageError`` if a training cannot begin or go on in a folder, before anything is loaded."""
-    unfinished = (out / _STATE / _BEGUN).is_file()
+    unfinished = any(out.glob("state-*"))
     if resume and not unfinished:
         raise UsageError(f"There is no unfinished training in {str(out)!r}.", "Leave --resume out.")
     if unfinished and not resume:
@@ -105,7 +102,14 @@ def train_head(
     where = f"The folder {str(out)!r} or the cache folder {str(cache_folder())!r}"
     full = RunError(f"{where} has no space left.", "Free some, and add --resume.")
     with file_errors(f"{where} cannot be written", "Change that, and add --resume.", full=full):
-        _begin(out / _STATE, [target.language_model.identity, target.dtype, encoded], settings)
+        facts = [target.language_model.identity, target.dtype, encoded, asdict(settings)]
+        state = out / f"state-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+        if resume and not state.is_dir():
+            raise UsageError(
+                f"The training in {str(out)!r} was begun with other models, prompts or options.",
+                "Give the same, or choose another --out.",
+            )
+        state.mkdir(parents=True, exist_ok=True)
         texts = write_texts(target, encoded, settings.tokens, settings.answer_tokens, settings.seed, update)
         if not any(text.written > 1 for text in texts):
             raise UsageError("The target's answers are too short to learn from.", "Choose other prompts.")
@@ -114,13 +118,13 @@ def train_head(
         with quiet_transformers():
             trainer = transformers.Trainer(
                 student,
-                _arguments(out / _STATE, student, settings.seed),
+                _arguments(state, student, settings.seed),
                 data_collator=itemgetter(0),
                 train_dataset=batches,
                 callbacks=[_Callback(lambda: write_head(out, student, target), update)],
             )
             trainer.remove_callback(PrinterCallback)
-            trainer.train(resume_from_checkpoint=_last_checkpoint(out / _STATE))
+            trainer.train(resume_from_checkpoint=_last_checkpoint(state))
         write_head(out, student, target)
         update("measuring", 0, None, "")
         measured = _measure(target, out, held_out, settings.depth, settings.repeats * batches.written)
@@ -137,23 +141,8 @@ def train_head(
             "measured": [to_dict(measured)],
         }
         write_text(out / TRAINING_FILE, json.dumps(metadata, indent=1) + "\n")
-        shutil.rmtree(out / _STATE)
+        shutil.rmtree(state)
     return measured
-
-
-def _begin(state: Path, facts: list[Any], settings: TrainingSettings) -> None:
-    """Store what a training is begun with; compare a resumed one with what is stored."""
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    begun = json.dumps({"models and prompts": digest, **asdict(settings)}, indent=1)
-    path = state / _BEGUN
-    if not path.exists():
-        state.mkdir(parents=True, exist_ok=True)
-        write_text(path, begun)
-    elif path.read_text(encoding="utf-8") != begun:
-        raise UsageError(
-            f"The training was begun with other models, prompts or options, listed in {str(path)!r}.",
-            "Give the same, or choose another --out.",
-        )
 
 
 def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSettings) -> Student:
@@ -161,21 +150,15 @@ def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSetti
     model, whole = target.language_model.model, target.vocab_size
     total = text_config(model.config).num_hidden_layers
     require_states(target, (total,))
-    if settings.layers is not None and (settings.kind != "eagle" or settings.layers > total):
-        raise UsageError(
-            f"A head of kind {settings.kind} cannot have {settings.layers} layers for this target.",
-            "Leave --layers out.",
-        )
     written = Counter(token for text in texts for token in text.tokens[text.start :])
     read = Counter(token for text in texts for token in text.tokens[: text.start])
     ranked = [token for counts in (written, read) for token, _ in counts.most_common()]
     # Tokens that were not seen come last, by id: tokenizers number their merges by frequency.
     order = dict.fromkeys([*target.end_ids, *ranked, *range(whole)])
-    size = settings.vocab or max(_MIN_VOCAB, whole // 4)
+    size = max(_MIN_VOCAB, whole // 4)
     vocab = torch.tensor(sorted([token for token in order if token < whole][:size]), device=model.device)
     transformers.set_seed(settings.seed)
-    more = {"layers": settings.layers or min(2, total)} if settings.kind == "eagle" else {}
-    student: Student = STUDENTS[settings.kind](model, vocab, settings.depth, **more)
+    student: Student = STUDENTS[settings.kind](model, vocab, settings.depth)
     return student.to(model.device)
 
 
