@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import threading
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from cli_runs import Cli, Result, refusal, write_prompts
 from scripted import Replay, ScriptedScorer, enumerate_outcomes, random_table, sequences, tokens_of
 from tiny import tiny_llama, tiny_tokenizer
 
-import specbench.specs.drafters
 from specbench import (
     UsageError,
     autoregressive_generate,
@@ -266,25 +264,3 @@ def test_no_stored_name_makes_a_file_run(folder):
     assert "There is no file '/path/to/mine.py'" in refusal(load_drafter, again, target, kind=UsageError)
     for drafter in ("mine.py:Last", "./mine.py:Last", "lookup|mine.py:Last"):
         assert "is no name of a model" in refusal(Config, {"drafter": drafter}, kind=UsageError)
-
-
-def test_an_installed_package_makes_its_drafter_known_by_name(run, cli, folder, monkeypatch):
-    monkeypatch.syspath_prepend(str(folder))
-    entry = EntryPoint("again", "mine:Last", specbench.specs.drafters.GROUP)
-    monkeypatch.setattr(specbench.specs.drafters, "entry_points", lambda **_: [entry])
-    specbench.specs.drafters.installed_drafters.cache_clear()
-    try:
-        found = run("generate", "the thing", "--drafter", "again", "--gamma", 2, "--json").json()
-        assert found["drafter"] == "again"
-        assert any(
-            line.startswith("again ") and "mine:Last" in line for line in cli("drafters").out.splitlines()
-        )
-        run("generate", "the thing", "--drafter", "agaim").refused(2, "Give 'again'")
-        Path("mine.py").write_text("x = 1 / 0\n", encoding="utf-8")
-        monkeypatch.delitem(sys.modules, "mine")
-        run("generate", "the thing", "--drafter", "again", "--quiet").refused(
-            1, "(mine.py, line 1): ZeroDivisionError"
-        )
-    finally:
-        monkeypatch.undo()
-        specbench.specs.drafters.installed_drafters.cache_clear()

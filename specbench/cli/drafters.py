@@ -6,7 +6,7 @@ import inspect
 import textwrap
 from typing import TYPE_CHECKING
 
-from specbench.specs.drafters import DRAFTERS, installed_drafters
+from specbench.specs.drafters import DRAFTERS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,9 +28,6 @@ def drafters() -> None:
         for each in options:
             _item(console, each.syntax, each.help, _INDENT, column, "cyan")
         console.print()
-    for name, entry in installed_drafters().items():
-        package = entry.dist.name if entry.dist else "package"
-        _item(console, name, f"{entry.value}, of the installed {package}.", 0, _INDENT, "bold")
     for line in (
         "Options follow a colon, separated by commas: --drafter ngram:order=3,top-k=4",
         "A drafter changes the speed, never the output's distribution.",

@@ -10,8 +10,6 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,10 +22,7 @@ from specbench.specs.models import (
     split_options,
 )
 from specbench.specs.notation import Spec, dashed, option, read_options, split_spec, with_defaults
-from specbench.specs.own_code import names_in, told
-
-GROUP = "specbench.drafters"
-"""The entry points by which installed packages name their drafters."""
+from specbench.specs.own_code import names_in
 
 _CLASS_IN_FILE = re.compile(r"([^|+]+\.py):([^\W\d]\w*)")
 
@@ -171,32 +166,23 @@ class Grammar(FreeSpec, word="grammar", drafter="grammar:GrammarDrafter"):
 
 @dataclass(frozen=True)
 class Outside(FreeSpec, word="FILE.py", drafter="outside:make_outside"):
-    """A drafter of your own, such as ./mine.py:MyDrafter (docs/write-a-drafter.md), or one of an installed package.
-
-    Attributes:
-        cls: The class in the file, or the name that the package gives it.
-        file: The file; ``None`` for an installed package.
-    """
+    """A drafter of your own, such as ./mine.py:MyDrafter (docs/write-a-drafter.md): a class in a file."""
 
     cls: str
-    file: ModelSpec | None = None
+    file: ModelSpec
 
     def __str__(self) -> str:
-        return self.cls if self.file is None else f"{self.file.name}:{self.cls}"
+        return f"{self.file.name}:{self.cls}"
 
     @classmethod
     def find(cls, text: str) -> Outside | None:
-        """Return the drafter of a spec that names a class in a file, or the drafter of an installed package."""
-        if named := _CLASS_IN_FILE.fullmatch(text):
-            return cls(named[2], ModelSpec("python", named[1]))
-        return cls(text) if text not in _WORDS and text in installed_drafters() else None
+        """Return the drafter of a spec that names a class in a file."""
+        named = _CLASS_IN_FILE.fullmatch(text)
+        return named and cls(named[2], ModelSpec("python", named[1]))
 
     def load(self) -> Any:
         """Import its module, and return what has its name there; ``None`` if nothing has."""
-        if self.file is not None:
-            return names_in(self.file.source).get(self.cls)
-        with told(f"The drafter {self} cannot be imported"):
-            return installed_drafters()[self.cls].load()
+        return names_in(self.file.source).get(self.cls)
 
     @property
     def trees(self) -> bool:  # type: ignore[override]
@@ -313,12 +299,6 @@ class Several(DrafterSpec, word="A|B"):
         return self.drafters
 
 
-@cache
-def installed_drafters() -> dict[str, EntryPoint]:
-    """Return by name the drafters of installed packages; none of their code runs before its drafter is loaded."""
-    return {each.name: each for each in entry_points(group=GROUP)}
-
-
 def cascade_name(front: str, passes: int | None, back: str) -> str:
     """Return a cascade's name from the names of its parts."""
     limit = "" if passes is None else f"{',' if ':' in front else ':'}passes={passes}"
@@ -406,5 +386,5 @@ def _mistyped(text: str, offered: Collection[str]) -> str | None:
     name = text.partition(":")[0]
     if "/" in text or name in BUILTIN_MODELS or Path(text).exists():
         return None
-    near = get_close_matches(name, (*offered, *installed_drafters()), 1, 0.7)
+    near = get_close_matches(name, [*offered], 1, 0.7)
     return near[0] + text[len(name) :] if near else None

@@ -1,4 +1,4 @@
-"""Classes of the user's own, in Python files and installed packages.
+"""Classes of the user's own, in Python files.
 
 A file runs only where the user names it (``./mine.py:MyDrafter``): stored results do not know its folder. Whatever goes
 wrong in such code is told in a sentence with the file and the line.
@@ -66,7 +66,7 @@ def told(what: str, kind: type | None = None, *methods: str) -> Iterator[None]:
         if isinstance(error, SyntaxError):
             places.append((error.filename or "", error.lineno))
         own = [(file, line) for file, line in places if not file.startswith(_OTHERS)]
-        place = f"{Path(own[-1][0]).name}, line {own[-1][1]}" if own else "its package"
+        place = f"{Path(own[-1][0]).name}, line {own[-1][1]}" if own else "its file"
         said = one_line(error)
         if not isinstance(error, UsageError):
             said = f"{type(error).__name__}: {said}" if said else type(error).__name__
