@@ -663,20 +663,20 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     ),
     "a tensor is missing": (
         speculators_settings(), without(eagle_tensors(), "fc.weight", "norm.weight"),
-        "lacks the tensor fc.weight",
+        'Missing key(s) in state_dict: "fc.weight"',
     ),
     "a tensor too many": (
         speculators_settings(), changed("layers.1.mlp.up_proj.weight", torch.zeros(1)),
         "layers.1.mlp.up_proj.weight",
     ),
     "another shape": (
-        speculators_settings(), changed("fc.weight", torch.zeros(32, 64)), "is 32×64, but its config.json says 32×96."
+        speculators_settings(), changed("fc.weight", torch.zeros(32, 64)), "size mismatch for fc.weight"
     ),
     "no map": (
         speculators_settings(), without(eagle_tensors(), "d2t", "t2d"),
-        f"drafts {DRAFTED} tokens, but lacks the tensor d2t that lists them."
+        f"does not say which of the {VOCAB} tokens of its target it drafts."
     ),
-    "maps that contradict": (speculators_settings(), changed("d2t", LAST), "t2d and d2t of the head head contradict"),
+    "a token beyond": (speculators_settings(), changed("d2t", LAST + 1), "does not say which"),
     "EAGLE-1 of two layers": (
         {"model_type": "eagle", "model": eagle_one_settings(num_hidden_layers=2)}, eagle_one_tensors(),
         "kind that is not supported: it has 2 layers."

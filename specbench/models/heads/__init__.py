@@ -10,10 +10,9 @@ from pkgutil import iter_modules
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.progress import Progress
 from specbench.drafters.model import ModelDrafter
-from specbench.models.adapters import with_base
-from specbench.models.checkpoints import read_settings
+from specbench.models.files import read_settings
+from specbench.models.find import find_model
 from specbench.models.heads.base import FORMATS, HeadFiles, TrainedHead, load_head, unsupported
-from specbench.models.hub import HubModel
 from specbench.models.load import LanguageModel
 from specbench.specs.models import ModelSpec
 
@@ -30,17 +29,13 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
         UsageError: Nothing has that name, or the head's kind is not supported.
         RunError: Its configuration cannot be fetched or is damaged.
     """
-    hub = None
-    if with_base(spec)[1] is not None:
+    if spec.kind not in ("folder", "hub"):
         return None
-    if spec.kind == "hub":
-        hub = HubModel(spec.source, spec.revision, spec.name, progress)
-        folder = hub.folder
-    elif spec.kind == "folder":
-        folder = Path(spec.source)
-    else:
+    found = find_model(spec, progress=progress)
+    if found.adapter is not None:
         return None
-    files = HeadFiles("", spec.name, folder, read_settings(folder, spec.name), hub)
+    settings = read_settings(found.folder, spec.name)
+    files = HeadFiles("", spec.name, found.folder, settings, found.hub)
     kind = _kind(files)
     if kind is None:
         return None

@@ -1,11 +1,4 @@
-"""Gemma 4's assistant, as its authors write it. It attends to keys and values of its target.
-
-pre_projection.weight, post_projection.weight    [hidden, 2·width], [width, hidden]
-layers.*, norm.weight                            of decoder layers of the target's class without keys and values
-embed_tokens.weight, or lm_head.weight           [vocab, hidden]: the output head
-masked_embedding.centroids.weight                [groups, hidden]
-masked_embedding.token_ordering                  [vocab], group by group; both with ``use_ordered_embeddings``
-"""
+"""Gemma 4's assistant, as its authors write it. It attends to keys and values of its target."""
 
 from __future__ import annotations
 
@@ -51,10 +44,6 @@ def _convert(files: HeadFiles, stored: Tensors) -> tuple[Tensors, torch.Tensor |
     tensors, target_tokens = usual(files, stored)
     if (tied := tensors.pop("embed_tokens.weight", None)) is not None:
         tensors.setdefault("lm_head.weight", tied)
-    order = tensors.get("masked_embedding.token_ordering")
-    if order is not None and not torch.equal(order.flatten().sort().values, torch.arange(order.numel())):
-        what = f"The tensor token_ordering of the head {files.name} is no order of all tokens."
-        raise UsageError(what, "Fetch it again.")
     return tensors, target_tokens
 
 

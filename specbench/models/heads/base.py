@@ -1,7 +1,7 @@
 """What the formats of trained heads have in common: their registry, configurations and weights.
 
-A format is a file of this folder. Its docstring has its tensors; then come how its configuration is recognized and
-checked, and, with ``@register``, the function that makes its module.
+A format is a file of this folder: how its configuration is recognized and checked, and, with ``@register``, the
+function that makes its module. notes/head-formats.md has their tensors and settings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from transformers import PreTrainedConfig
 from specbench.backends.torch.head_scorers import HeadScorer, OfTarget
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Count
-from specbench.models.checkpoints import check_memory, fingerprint, read_tensors, text_config, weight_files
+from specbench.base.textsafe import excerpt
+from specbench.models.checkpoints import check_memory, fingerprint, read_tensors, text_config
+from specbench.models.files import weight_files
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, read_metadata
 
@@ -36,8 +38,6 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 """Tensors by name."""
 
 Size = Annotated[int, Meta(ge=1)]
-
-_FETCH_AGAIN = "Fetch it again."
 
 # -- formats ---------------------------------------------------------------------------------------
 
@@ -252,23 +252,15 @@ class TrainedHead:
 
     def fill(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give a module its weights; raise ``UsageError`` if some are missing, unexpected or of another shape."""
-        expected, hint = module.state_dict(), "Fetch it again, or correct its config.json."
-        if missing := [name for name in expected if name not in tensors]:
-            raise UsageError(f"The head {self.name} lacks the tensor {missing[0]}.", hint)
-        for name, tensor in tensors.items():
-            if name not in expected:
-                what = f"The head {self.name} has a tensor that its config.json does not describe: {name}."
-                raise UsageError(what, hint)
-            if tensor.shape != (wanted := expected[name]).shape:
-                what = f"The tensor {name} of the head {self.name} is {shape_text(tensor)}, but its config.json says"
-                raise UsageError(f"{what} {shape_text(wanted)}.", hint)
-        module.load_state_dict(dict(tensors), assign=True)
+        try:
+            module.load_state_dict(dict(tensors), assign=True)
+        except RuntimeError as error:
+            why = excerpt(error).partition(":")[2].strip().rstrip(".")
+            raise UsageError(
+                f"The weights of the head {self.name} are not those that its config.json describes: {why}.",
+                "Fetch it again.",
+            ) from error
         module.eval().requires_grad_(False)
-
-
-def shape_text(tensor: torch.Tensor) -> str:
-    """Return a tensor's shape as text, such as 2×3."""
-    return "×".join(map(str, tensor.shape))
 
 
 def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = False) -> TrainedHead:
@@ -283,7 +275,7 @@ def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = 
     """
     form = files.format
     if files.hub is not None:
-        files.hub.fetch_weights(PreTrainedConfig(), allow_pickle=allow_pickle, check_size=lambda _: None)
+        files.hub.fetch_weights(allow_pickle=allow_pickle)
     found = form.read(files, target_layers) if form.read else _read_all(files, allow_pickle)
     if any(tensor.dtype == torch.int8 for tensor in found.values()):
         raise UsageError(f"The weights of the head {files.name} are quantized.", "Choose a copy in floats.")
@@ -297,7 +289,7 @@ def _read_all(files: HeadFiles, allow_pickle: bool) -> Tensors:
     if own := files.format.weights:
         names = [f"{own}.safetensors", *([f"{own}.pt"] if allow_pickle else [])]
     paths = [path for name in names if (path := files.folder / name).is_file()][:1]
-    paths = paths or weight_files(files.folder, files.name, PreTrainedConfig(), allow_pickle)
+    paths = paths or weight_files(files.folder, files.name, allow_pickle=allow_pickle)
     check_memory(2 * sum(path.stat().st_size for path in paths), name=files.name)
     found: Tensors = {}
     for path in paths:
@@ -323,37 +315,26 @@ def without_maps(files: HeadFiles, tensors: Tensors) -> tuple[Tensors, torch.Ten
 
     The target's token of draft token d is d + d2t[d]; the mask t2d marks all of these tokens.
     """
-    steps, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    steps, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
     found = None if steps is None else steps + torch.arange(len(steps))
-    target_tokens = checked_tokens(files, "draft_vocab_size", "d2t", found)
-    if target_tokens is not None and marks is not None:
-        marked = marks.flatten().nonzero()[:, 0]
-        if not torch.equal(marked, target_tokens.sort().values):
-            raise UsageError(
-                f"The maps t2d and d2t of the head {files.name} contradict each other.", _FETCH_AGAIN
-            )
-    return tensors, target_tokens
+    return tensors, checked_tokens(files, "draft_vocab_size", found)
 
 
-def checked_tokens(files: HeadFiles, key: str, name: str, found: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the target tokens of a draft vocabulary; ``None`` without one.
-
-    Args:
-        key: Setting with the size of the draft vocabulary.
-        name, found: Name of the map that they follow from, and the tokens if there is one.
+def checked_tokens(files: HeadFiles, key: str, found: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the target tokens of a draft vocabulary, whose size is a setting; ``None`` without one.
 
     Raises:
-        UsageError: The map is missing, maps to a token that does not exist, or maps to a token twice.
+        UsageError: They are missing or of another number, or one does not exist or is there twice.
     """
     vocab = files.number("vocab_size", 1 if found is None else None)
-    drafted, reason = files.number(key, vocab), None
-    if found is None:
-        if drafted != vocab:
-            reason = f"drafts {drafted} tokens, but lacks the tensor {name} that lists them"
-    elif found.shape != (drafted,) or found.is_floating_point():
-        reason = f"has a tensor {name} that does not describe its draft vocabulary"
-    elif len(found.unique()) < len(found) or int(found.min()) < 0 or int(found.max()) >= vocab:
-        reason = f"drafts tokens beyond the {vocab} of its target, or some of them twice"
-    if reason is not None:
-        raise UsageError(f"The head {files.name} {reason}.", _FETCH_AGAIN)
+    drafted = files.number(key, vocab)
+    right = drafted == vocab
+    if found is not None:
+        right = found.shape == (drafted,) == found.unique().shape and not found.is_floating_point()
+        right = right and int(found.min()) >= 0 and int(found.max()) < vocab
+    if not right:
+        raise UsageError(
+            f"The head {files.name} does not say which of the {vocab} tokens of its target it drafts.",
+            "Fetch it again.",
+        )
     return None if found is None else found.long()

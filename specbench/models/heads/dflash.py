@@ -1,24 +1,4 @@
-"""DFlash, DFlash 2 and DSpark, as their authors and ``speculators`` write them.
-
-fc.weight             [hidden, states·width]
-hidden_norm.weight    [hidden]
-layers.I.*            with norms by head, see ``llama.py``
-norm.weight           [hidden]
-
-DFlash 2 has further tensors:
-
-layers.I.{attention,mlp}_conv.base_kernel                 [kernel, 2, hidden]
-layers.I.{attention,mlp}_conv.kernel_projection.weight    [kernel·2·hidden/group, hidden]
-candidate_selector.{predecessor,successor}_codebook       [vocab, rank]
-candidate_selector.hidden_projection.weight               [rank, hidden]
-
-DSpark has those of DFlash, and:
-
-markov_head.markov_w1.weight, .markov_w2.weight    [vocab, rank], [draft vocab, rank], unless ``markov_rank`` is 0
-markov_head.gate_proj.weight, .bias                [rank, hidden + rank], of the type ``gated``
-markov_head.joint_proj.weight, .bias               [3·rank, hidden + 2·rank], of the type ``rnn``
-confidence_head.proj.weight, .bias                 [1, hidden], with ``confidence_head_with_markov`` hidden + rank
-"""
+"""DFlash, DFlash 2 and DSpark, as their authors and ``speculators`` write them."""
 
 from __future__ import annotations
 

@@ -1,17 +1,4 @@
-"""EAGLE: EAGLE-3 as its authors, AngelSlim, SpecForge, ``speculators`` and vLLM write it, P-EAGLE, and EAGLE-1 (and 2).
-
-fc.weight                              [hidden, states·width]; also .bias
-fc_norm.I.weight, input_norm.weight    [width], [states·width]: EAGLE-3.1's norms of the states
-layers.I.*                             see ``llama.py``; its authors' midlayer.*. Layer 0 has 2·hidden inputs, and
-layers.0.hidden_norm.weight            [hidden]
-norm.weight                            [hidden]
-mask_hidden                            [states·width], in any form, of P-EAGLE: what masks have in place of states
-
-Of EAGLE-1 there are only these:
-
-fc.weight                              [hidden, 2·hidden]; also .bias
-layers.0.*                             of one layer without input_layernorm; ``speculators``' transformer.*
-"""
+"""EAGLE-3 as its authors, AngelSlim, SpecForge, ``speculators`` and vLLM write it, P-EAGLE, and EAGLE-1 (and 2)."""
 
 from __future__ import annotations
 

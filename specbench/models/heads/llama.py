@@ -1,13 +1,4 @@
-"""Heads of Llama's decoder layers: what EAGLE and block drafters have in common.
-
-layers.I.self_attn.{q,k,v,o}_proj.weight    of layer I; each linear layer may have a .bias too
-layers.I.self_attn.{q,k}_norm.weight        [head_dim], if they are normalized by head as Qwen3's are
-layers.I.mlp.{gate,up,down}_proj.weight
-layers.I.{input,post_attention}_layernorm.weight
-lm_head.weight                              [draft vocab, hidden]; by default rows of the target's
-embed_tokens.weight                         [vocab, hidden]; by default the target's
-d2t, t2d                                    [draft vocab], [vocab]: the target's tokens, if not all are drafted
-"""
+"""Heads of Llama's decoder layers: what EAGLE and block drafters have in common."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Medusa, as its authors and vLLM write it.
-
-blocks.I.layers.J.weight    [width, width]; also .bias. Block J of head I; its authors' I.J.linear
-lm_heads.I.weight           [vocab, width]; its authors' I.J, the last J of head I. With ``original_lm_head`` there
-                            is at most that of head 0, by default the target's
-token_map                   [draft vocab]: the target's tokens, if not all are drafted
-"""
+"""Medusa, as its authors and vLLM write it."""
 
 from __future__ import annotations
 
@@ -22,7 +16,7 @@ from specbench.models.heads.base import HeadFiles, OwnHead, Tensors, TrainedHead
 def _convert(files: HeadFiles, tensors: Tensors) -> tuple[Tensors, torch.Tensor | None]:
     """Rename tensors, and trim projections to a draft vocabulary if they have all tokens."""
     found = tensors.pop("token_map", None)
-    target_tokens = checked_tokens(files, "truncated_vocab_size", "token_map", found)
+    target_tokens = checked_tokens(files, "truncated_vocab_size", found)
     own: Tensors = {}
     for name, tensor in tensors.items():
         plain = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")

@@ -1,11 +1,6 @@
 """MTP layers: those of a target's own checkpoint, and those that were trained for it.
 
-enorm.weight, hnorm.weight, norm.weight    [width]: of embeddings, of hidden states, and maybe a final norm
-eh_proj.weight                             [width, 2·width]
-layers.0.*                                 a decoder layer of the target's class, or of that in the configuration
-lm_head.weight                             by default the target's
-
-``mtp_layouts.py`` has what checkpoints call them.
+``mtp_layouts.py`` has what checkpoints call their tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +20,8 @@ from specbench.backends.torch.mtp_scorer import MtpScorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import check_memory, read_settings, text_config
+from specbench.models.checkpoints import check_memory, text_config
+from specbench.models.files import read_settings
 from specbench.models.heads.base import HeadFiles, OwnHead, Tensors, TrainedHead, register, without_maps
 from specbench.models.mtp_layouts import BLOCK, JOINED, LAYOUTS, MtpTensors, find_mtp_tensors
 from specbench.models.quantized import stored_weights
