@@ -3,85 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import tempfile
-from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-import msgspec
 import torch
-from msgspec import Meta
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from specbench.backends.torch.recurrent import can_keep_states
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import reason
 from specbench.base.progress import quiet_transformers
-from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
 from specbench.kernels.weights import bytes_per_weight
 from specbench.models.composites import causal_class, composite_class, text_only
 from specbench.models.devices import available_memory
+from specbench.models.files import read_settings
 from specbench.models.quantized import quantization_of
 from specbench.options import QuantizedName
 
 # -- configurations --------------------------------------------------------------------------------
 
-ADAPTER = "adapter_config.json"
 MOST = 10_000
 """Far more layers or labels than any model has; `transformers` makes lists of both, however long."""
-
-
-Layers = Annotated[int, Meta(gt=0, lt=MOST)]
-Window = Annotated[int, Meta(ge=0, lt=2**31)] | bool
-"""Size of the attention window; some configurations have a ``bool``."""
-
-
-class _Facts(Record):
-    """Settings that configurations of any kind can have; they are checked here, since not all of their classes do."""
-
-    architectures: list[str] | None
-    num_hidden_layers: Layers | None
-    sliding_window: Window | None
-    attention_chunk_size: Window | None
-
-
-def read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """Return the contents of a folder's config.json.
-
-    Raises:
-        UsageError: The folder is not a model, or holds an adapter.
-        RunError: Its config.json is damaged.
-    """
-    path = folder / "config.json"
-    if (folder / ADAPTER).is_file():  # transformers would apply it only where peft is installed
-        raise UsageError(
-            f"{name} holds an adapter ({ADAPTER}) and a model.",
-            "Put the adapter's files into a folder of their own: MODEL:adapter=FOLDER.",
-        )
-    if not path.is_file():
-        hint = "A model folder holds config.json, safetensors weights and a tokenizer."
-        if any(folder.glob("*.gguf")):
-            hint = "To use a GGUF file, name the file itself."
-        raise UsageError(f"The folder {name!r} is no model: it has no config.json.", hint)
-    return read_json(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raise ``RunError`` if it is damaged."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError("not an object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"The file {str(path)!r} is damaged: it is not a JSON object.") from error
-    return raw
 
 
 def read_config(folder: Path, name: str) -> PreTrainedConfig:
@@ -113,27 +59,16 @@ def read_any_config(folder: Path, name: str) -> PreTrainedConfig:
             f"The model {name} is of a type that the installed transformers does not know: {kind!r}.",
             "Try a newer version of transformers.",
         )
-    with quiet_transformers(), tempfile.TemporaryDirectory(prefix="specbench-") as copy:
+    with quiet_transformers():
         try:
-            (Path(copy) / "config.json").write_text(json.dumps(_facts_alone(raw)), encoding="utf-8")
-            config: PreTrainedConfig = AutoConfig.from_pretrained(
-                copy, trust_remote_code=False, local_files_only=True
-            )
+            config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(_facts_alone(raw))
             config = getattr(config, "thinker_config", config)  # of Qwen's models that also speak
             text = text_config(config)
             if text is not config and getattr(text, "quantization_config", None) is not None:  # Kimi K2.5's
                 config.quantization_config = text.quantization_config
                 del text.quantization_config
-            read = {name: getattr(text, name, None) for name in _Facts.__struct_fields__} | {
-                "architectures": config.architectures
-            }
         except Exception as error:  # configuration classes check their values in many ways
             raise RunError(f"The file {str(path)!r} is damaged: {excerpt(error).rstrip('.')}.") from error
-    try:
-        msgspec.convert(read, _Facts)
-    except ValueError as error:
-        wrong = wrong_field(error)
-        raise RunError(f"The file {str(path)!r} is damaged: {wrong} has an invalid value.") from None
     config.name_or_path = str(folder)
     return config
 
@@ -258,35 +193,6 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 # -- files -----------------------------------------------------------------------------------------
 
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-def weight_files(folder: Path, name: str, config: PreTrainedConfig, allow_pickle: bool) -> list[Path]:
-    """Find the files of the weights, in the order of `transformers`, without opening them."""
-    for candidate in weight_candidates(config, allow_pickle):
-        path = folder / plain_name(candidate, name)
-        if not path.is_file():
-            continue
-        if path.suffix != ".json":
-            return [path]
-        shards = [folder / shard for shard in shard_names(path, name)]
-        for shard in shards:
-            if not shard.is_file():
-                raise RunError(
-                    f"The weights of {name} are incomplete: {path.name} names a missing {shard.name!r}."
-                )
-        return shards
-    if any(path.suffix in PICKLE_SUFFIXES for path in folder.iterdir()):
-        raise pickled(f"The weights of {name} are")
-    raise UsageError(f"The folder {name!r} is no model: it holds no model.safetensors.")
-
-
-def pickled(what: str) -> UsageError:
-    return UsageError(
-        f"{what} pickled, and loading a pickle can run code that is hidden in it.",
-        "Use a safetensors copy, or --target MODEL:allow-pickle if you trust its source.",
-    )
-
 
 def read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
     """Read all tensors of a safetensors file or a pickle; raise ``RunError`` if it is damaged."""
@@ -300,65 +206,6 @@ def read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
         why = excerpt(error).rstrip(".")
         raise RunError(f"The weights of {name} in {path.name!r} are damaged: {why}.") from error
     return read
-
-
-def weight_candidates(config: PreTrainedConfig, allow_pickle: bool) -> list[str]:
-    own = getattr(config, "transformers_weights", None)
-    if isinstance(own, str):
-        return [own]
-    candidates = ["model.safetensors", "model.safetensors.index.json"]
-    return candidates + (["pytorch_model.bin", "pytorch_model.bin.index.json"] if allow_pickle else [])
-
-
-def shard_names(index: Path, name: str) -> list[str]:
-    """Return the files that an index of weights names, sorted."""
-    try:
-        shards = msgspec.convert(
-            read_json(index).get("weight_map"), Annotated[dict[str, str], Meta(min_length=1)]
-        )
-    except ValueError as error:
-        raise RunError(f"The file {str(index)!r} is damaged: it is no index of weights.") from error
-    return sorted({plain_name(shard, name) for shard in shards.values()})
-
-
-def plain_name(file: str, name: str) -> str:
-    """Return the file name ``file``; raise ``UsageError`` if it leads out of the model's folder."""
-    path = PurePosixPath(file.replace("\\", "/"))
-    if not file or path.is_absolute() or ".." in path.parts or ":" in file or "\0" in file:
-        raise UsageError(f"The model {name} is refused: it names weights outside its own folder ({file!r}).")
-    return file
-
-
-def read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return the dtype, as the format names it, and the shape of each tensor of a safetensors file.
-
-    Raises:
-        RunError: The file cannot be read, or is damaged.
-    """
-    try:
-        with safe_open(path, "np") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
-            return {key: (each.get_dtype(), each.get_shape()) for key, each in slices.items()}
-    except OSError as error:
-        raise RunError(f"The file {str(path)!r} cannot be read ({reason(error)}).") from error
-    except SafetensorError as error:
-        raise RunError(
-            f"The file {str(path)!r} is damaged or truncated.", "Remove it, and fetch it again."
-        ) from error
-
-
-def headers_digest(folder: Path, files: Sequence[Path]) -> str:
-    """Hash a model's configuration, and the names, sizes, times and headers of its safetensors files.
-
-    A file that cannot be read raises ``OSError``.
-    """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in files:
-        with path.open("rb") as file:
-            state = os.fstat(file.fileno())
-            digest.update(f"{path.name}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
-            digest.update(file.read(int.from_bytes(file.read(8), "little")))
-    return digest.hexdigest()
 
 
 def fingerprint(
