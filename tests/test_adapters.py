@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from test_composites import whole_model
 from tiny import save_tiny, tiny_llama
 
-from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.errors import RunError, UsageError
 from specbench.decoding.metrics import acceptance_rate
 from specbench.export.setting import refuse_adapter
 from specbench.generate import speculative_generate
@@ -60,6 +60,10 @@ def write_adapter(folder: Path, base: Path | str | None, **settings: Any) -> Pat
     return save_adapter(folder, tiny_llama(), base, **settings)
 
 
+def on(base: Path, folder: Path) -> str:
+    return f"{base}:adapter={folder}"
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(torch.tensor([[1, 2, 3, 4]])).logits
@@ -95,7 +99,7 @@ def test_merged_logits_are_those_of_peft(tmp_path, settings, tied):
         model.tie_weights()
     model.save_pretrained(tmp_path / "base")
     folder = save_adapter(tmp_path / "lora", model, tmp_path / "base", **settings)
-    merged = logits(load_model(str(folder), CPU, tokenizer=False).model)
+    merged = logits(load_model(on(tmp_path / "base", folder), CPU, tokenizer=False).model)
     assert torch.allclose(merged, peft_logits(model, folder), atol=1e-4)
     assert not torch.allclose(merged, logits(model), atol=1e-2)
 
@@ -106,23 +110,23 @@ def test_of_a_model_that_also_sees_the_text_part_is_merged(tmp_path, kind):
     model = whole_model(kind)
     model.save_pretrained(tmp_path / "base")
     folder = save_adapter(tmp_path / "both", model, tmp_path / "base", **ALL)
-    loaded = load_model(str(folder), CPU, tokenizer=False)
+    loaded = load_model(on(tmp_path / "base", folder), CPU, tokenizer=False)
     assert torch.allclose(logits(loaded.model), peft_logits(model, folder), atol=1e-4)
     text = save_adapter(tmp_path / "text", text_model(whole_model(kind)), tmp_path / "base", **ALL)
     plain = load_model(str(tmp_path / "base"), CPU, tokenizer=False).model
-    merged = load_model(str(text), CPU, tokenizer=False)
+    merged = load_model(on(tmp_path / "base", text), CPU, tokenizer=False)
     assert torch.allclose(logits(merged.model), peft_logits(plain, text), atol=1e-4)
     sight = save_adapter(
         tmp_path / "sight", model, tmp_path / "base", target_modules=".*(vision_tower|visual).*proj"
     )
     with pytest.raises(UsageError, match="cannot be merged into base: peft says"):
-        load_model(str(sight), CPU, tokenizer=False)
+        load_model(on(tmp_path / "base", sight), CPU, tokenizer=False)
 
 
 @pytest.mark.smoke
 def test_a_target_and_a_drafter_have_adapters_of_their_own(base, tmp_path):
     folder = write_adapter(tmp_path / "lora", base)
-    target = load_target(str(folder), CPU)
+    target = load_target(on(base, folder), CPU)
     assert target.name == "base:adapter=lora"
     assert target.language_model.notes == ["The adapter lora (LORA) was merged into base."]
     plain = speculative_generate([1, 2, 3], target, "none", max_new_tokens=12, ignore_eos=True)
@@ -130,27 +134,38 @@ def test_a_target_and_a_drafter_have_adapters_of_their_own(base, tmp_path):
         found = speculative_generate([1, 2, 3], target, drafter, max_new_tokens=12, ignore_eos=True)
         assert found.token_ids == plain.token_ids
     same = speculative_generate(
-        [1, 2, 3], target, f"{folder}:dtype=float32", gamma=3, max_new_tokens=12, ignore_eos=True
+        [1, 2, 3],
+        target,
+        f"{base}:adapter={folder},dtype=float32",
+        gamma=3,
+        max_new_tokens=12,
+        ignore_eos=True,
     )
     assert acceptance_rate(same.steps) == 1
     shutil.copytree(base, tmp_path / "merged")
-    load_model(str(folder), CPU).model.save_pretrained(tmp_path / "merged")
+    load_model(on(base, folder), CPU).model.save_pretrained(tmp_path / "merged")
     for dtype in ("int8", "int4"):
         found, whole = (
-            load_target(str(each), LoadOptions(dtype, "cpu")) for each in (folder, tmp_path / "merged")
+            load_target(str(each), LoadOptions(dtype, "cpu"))
+            for each in (on(base, folder), tmp_path / "merged")
         )
         assert torch.equal(logits(found.language_model.model), logits(whole.language_model.model))
 
 
 def test_an_adapted_model_is_another_model(base, tmp_path):
     folder = write_adapter(tmp_path / "lora", base)
-    plain, adapted = load_model(str(base), CPU), load_model(f"{base}:adapter={folder}", CPU)
+    plain, adapted = load_model(str(base), CPU), load_model(on(base, folder), CPU)
     assert adapted.name == "base:adapter=lora"
-    assert plain.fingerprint != adapted.fingerprint == load_model(str(folder), CPU).fingerprint
+    assert plain.fingerprint != adapted.fingerprint
     assert plain.identity != adapted.identity
     assert plain.files.place != adapted.files.place
     assert plain.files.digest != adapted.files.digest
-    assert load_config(str(folder)).hidden_size == plain.model.config.hidden_size
+    assert load_config(on(base, folder)).hidden_size == plain.model.config.hidden_size
+    other = f"{save_tiny(tmp_path / 'other')}:adapter={folder}"
+    assert f"names another base, {base}" in load_model(other, CPU).notes[0]
+    with pytest.raises(UsageError, match="holds an adapter") as refusal:
+        load_model(str(folder), CPU)
+    assert "BASE:adapter=FOLDER" in refusal.value.hint
 
 
 def test_an_adapter_can_have_a_tokenizer_and_template(base, tmp_path):
@@ -158,25 +173,8 @@ def test_an_adapter_can_have_a_tokenizer_and_template(base, tmp_path):
     for file in base.glob("tokenizer*"):
         shutil.copy(file, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    assert load_model(str(folder), CPU).tokenizer.chat_template.endswith("!")
-    assert load_tokenizer(f"{base}:adapter={folder}").chat_template.endswith("!")
-
-
-def test_the_base_is_the_one_that_the_adapter_names(base, tmp_path, monkeypatch):
-    folder = write_adapter(tmp_path / "lora", "base")
-    with pytest.raises(SpecbenchError, match="base"):
-        load_model(str(folder), CPU)
-    monkeypatch.chdir(base.parent)
-    assert load_model(str(folder), CPU).notes
-    other = save_tiny(tmp_path / "other")
-    assert "names another base, base." in load_model(f"{other}:adapter={folder}", CPU).notes[0]
-    edit_adapter(folder, base_model_name_or_path="/no/such/folder")
-    with pytest.raises(UsageError, match="not to be found: /no/such/folder") as refusal:
-        load_model(str(folder), CPU)
-    assert "BASE:adapter=lora" in refusal.value.hint
-    edit_adapter(folder, base_model_name_or_path=None)
-    with pytest.raises(UsageError, match="does not say what its base model is"):
-        load_model(str(folder), CPU)
+    assert load_model(on(base, folder), CPU).tokenizer.chat_template.endswith("!")
+    assert load_tokenizer(on(base, folder)).chat_template.endswith("!")
 
 
 def edit_adapter(folder: Path, **changes: Any) -> None:
@@ -203,7 +201,7 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path, settings, says):
     folder = write_adapter(tmp_path / "lora", base)
     edit_adapter(folder, **settings)
     with pytest.raises(UsageError, match=f"adapter lora cannot be merged.*{says}"):
-        load_model(str(folder), CPU)
+        load_model(on(base, folder), CPU)
     assert all("peft" not in str(type(each)) for each in load_model(str(base), CPU).model.modules())
 
 
@@ -213,31 +211,31 @@ def test_a_sentence_says_how_to_install_peft(base, tmp_path, monkeypatch):
     with pytest.raises(
         UsageError, match=r"need the package peft\. Install it: pip install 'specbench-llm\[lora\]'"
     ):
-        load_model(str(folder), CPU)
+        load_model(on(base, folder), CPU)
 
 
 def test_files_that_are_damaged_or_pickled(base, tmp_path):
     folder = write_adapter(tmp_path / "lora", base)
     path = folder / "adapter_model.safetensors"
     torch.save(load_file(path), folder / "adapter_model.bin")
-    merged = logits(load_model(str(folder), CPU).model)
+    merged = logits(load_model(on(base, folder), CPU).model)
     path.unlink()
     with pytest.raises(UsageError, match="is pickled"):
-        load_model(str(folder), CPU)
-    assert torch.equal(logits(load_model(str(folder), CPU, allow_pickle=True).model), merged)
+        load_model(on(base, folder), CPU)
+    assert torch.equal(logits(load_model(on(base, folder), CPU, allow_pickle=True).model), merged)
     path.write_bytes(b"damaged")
     with pytest.raises(RunError, match=r"weights of the adapter lora in '.*' are damaged"):
-        load_model(str(folder), CPU)
-    edit_adapter(folder, revision=3)
-    with pytest.raises(RunError, match="revision has an invalid value"):
-        load_model(str(folder), CPU)
+        load_model(on(base, folder), CPU)
+    edit_adapter(folder, task_type=3)
+    with pytest.raises(RunError, match="task_type has an invalid value"):
+        load_model(on(base, folder), CPU)
     with pytest.raises(UsageError, match=r"no adapter: it has no adapter_config\.json"):
         load_model(f"{base}:adapter={base}", CPU)
 
 
 def test_recipes_keep_adapters_without_their_paths(base, tmp_path, monkeypatch):
     folder = write_adapter(tmp_path / "lora", base)
-    spec = f"{base}:adapter={folder}"
+    spec = on(base, folder)
     recipe = Recipe(parse_model(spec), parse_drafter(f"{spec},dtype=float32"))
     assert str(recipe.drafter) == "base:adapter=lora,dtype=float32"
     assert recipe.arguments()[:4] == ["--drafter", f"{spec},dtype=float32", "--target", spec]

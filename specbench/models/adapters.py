@@ -6,22 +6,20 @@ import dataclasses
 import json
 import re
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import ADAPTER, fingerprint, pickled, read_json, read_tensors
-from specbench.models.composites import text_model
-from specbench.specs.models import ModelSpec, parse_model
+from specbench.models.files import ADAPTER, pickled, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _NO_WEIGHTS = re.compile(".*PROMPT.*|P_TUNING|PREFIX_TUNING|CPT|XLORA")
@@ -35,7 +33,6 @@ class _Settings(Record):
     peft_type: str
     task_type: str | None = None
     base_model_name_or_path: str | None = None
-    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,17 +40,14 @@ class Adapter:
     """An adapter in a folder.
 
     Attributes:
-        base: The base model that its configuration names; ``None`` if it names none.
+        settings: What is read of its configuration here.
+        raw: All of its configuration, for `peft`.
     """
 
     folder: Path
     name: str
     settings: _Settings
     raw: dict[str, Any]
-
-    @property
-    def base(self) -> str | None:
-        return self.settings.base_model_name_or_path or None
 
     def merge(self, model: Any, base: str, *, allow_pickle: bool) -> tuple[PreTrainedModel, str, str]:
         """Merge it into its base model; return the merged model, a hash of the adapter, and a sentence for the user.
@@ -65,6 +59,12 @@ class Adapter:
             UsageError: It does not fit this model, has parts that cannot be merged, or `peft` is not installed.
             RunError: Its weights are damaged.
         """
+        import torch
+        from torch import nn
+
+        from specbench.models.checkpoints import fingerprint, read_tensors
+        from specbench.models.composites import text_model
+
         try:
             from peft import PeftConfig, PeftModel
         except ImportError as error:
@@ -105,55 +105,24 @@ class Adapter:
             lacks = "it has no weights for" if keys.missing_keys else "there is no"
             raise self.refused(f"{lacks} {excerpt(place)}", base)
         note = f"The adapter {self.name} ({excerpt(self.settings.peft_type)}) was merged into {base}."
-        if self.base and Path(self.base).name != base.partition("@")[0].rpartition("/")[2]:
-            note += f" It names another base, {excerpt(self.base)}."
+        named = self.settings.base_model_name_or_path
+        if named and Path(named).name != base.partition("@")[0].rpartition("/")[2]:
+            note += f" It names another base, {excerpt(named)}."
         return model, fingerprint(json.dumps(self.raw, sort_keys=True), tensors.items()), note
 
     def refused(self, reason: str, base: str | None = None) -> UsageError:
         into = f" into {base}" if base else ""
-        named = f"Its base is {excerpt(self.base)}." if self.base and base else None
-        return UsageError(f"The adapter {self.name} cannot be merged{into}: {reason}.", named)
-
-
-def with_base(spec: ModelSpec) -> tuple[ModelSpec, Adapter | None]:
-    """Return the model to load, and the adapter to merge into it, of a model that has an adapter or is one.
-
-    Raises:
-        UsageError: The adapter is none, changes no weights, or its base model is not to be found.
-    """
-    if spec.adapter is not None:
-        return replace(spec, adapter=None), read_adapter(Path(spec.adapter).expanduser())
-    folder = Path(spec.source)
-    if spec.kind != "folder" or not is_adapter(folder):
-        return spec, None
-    adapter = read_adapter(folder)
-    hint = f"Name it: BASE:adapter={spec.name}, with the base model's folder or hub id as BASE."
-    if adapter.base is None:
-        raise UsageError(f"The adapter {adapter.name} does not say what its base model is.", hint)
-    for path in (Path(adapter.base), folder / adapter.base):
-        if path.is_dir() and not is_adapter(path):
-            return ModelSpec("folder", str(path)), adapter
-    try:
-        base = parse_model(adapter.base)
-    except UsageError:
-        base = None
-    if base is None or base.kind != "hub":
-        raise UsageError(
-            f"The base model of the adapter {adapter.name} is not to be found: {excerpt(adapter.base)}.", hint
-        )
-    return replace(base, revision=adapter.settings.revision), adapter
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter, and no model."""
-    return (folder / ADAPTER).is_file() and not any(
-        each.suffix in (".safetensors", ".bin") and not each.name.startswith("adapter_")
-        for each in folder.iterdir()
-    )
+        named = self.settings.base_model_name_or_path
+        hint = f"Its base is {excerpt(named)}." if named and base else None
+        return UsageError(f"The adapter {self.name} cannot be merged{into}: {reason}.", hint)
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read the configuration of an adapter, without its weights; see ``with_base`` for errors."""
+    """Read the configuration of an adapter, without its weights.
+
+    Raises:
+        UsageError: It is no adapter, or changes no weights. RunError: It is damaged.
+    """
     name, path = folder.resolve().name, folder / ADAPTER
     if not path.is_file():
         raise UsageError(f"The folder {str(folder)!r} is no adapter: it has no {ADAPTER}.")
