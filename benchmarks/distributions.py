@@ -34,8 +34,10 @@ from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Sampling
 from specbench.options import Format
+from specbench.recipe import Recipe
 from specbench.specs import policies
 from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import ModelSpec
 from specbench.specs.policies import VERIFICATIONS
 
 NEW = 4
@@ -122,7 +124,7 @@ def measure(cell: Cell, new: int = NEW) -> float:
     entry, sampling = DRAFTERS[cell.drafter], cell.transforms
     drafter = parse_drafter(entry.spec)
     rule = replace(policies.parse_policy(cell.policy), verification=cell.verification)
-    rule.check(drafter)
+    Recipe(ModelSpec("builtin", "target"), drafter, rule).check()
     one_step = rule.tree or len(drafter.parts) > 1
 
     def distribution(before: tuple[int, ...]) -> dict[tuple[int, ...], float]:

@@ -296,7 +296,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if not drafter:
             parser.error(f"{setting!r} is no setting: write DRAFTER@γ or DRAFTER@RULE")
         if not rule.isdecimal():
-            parse_policy(rule).check(parse_drafter(drafter))
+            Recipe(parse_model(given.target), parse_drafter(drafter), parse_policy(rule)).check()
     return given
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -43,6 +43,9 @@ GROUPS = {
 }
 """The groups of options of a recipe, by the names of its fields."""
 
+Use = Literal["", "batch", "timing"]
+"""What a recipe is for: one prompt, several at a time, or prompts that are decoded repeatedly to time them."""
+
 PLACE = "/path/to"
 """Folder of models and files in a stored recipe, which holds no paths."""
 
@@ -79,14 +82,11 @@ class Recipe:
             return "The cache bit-exact"
         return None if quantized(self.models.dtype) is None else f"The dtype {self.models.dtype}"
 
-    def check(self) -> None:
-        """Raise ``UsageError`` for a draft policy that does not fit the drafter or the forward passes."""
-        if self.policy is None:
-            return
-        if self.chained is not None and self.policy.tree:
-            raise UsageError(f"{self.chained} does not go with trees, as in {self.policy}.", "Draft chains.")
-        if not self.drafter.is_plain:
-            self.policy.check(self.drafter)
+    def check(self, use: Use = "") -> None:
+        """Raise ``UsageError`` for parts that do not go with each other, or with a use (``RULES``)."""
+        for uses, wrong, sentence, remedy in RULES:
+            if (not uses or use in uses) and wrong(self):
+                raise UsageError(sentence.format(self), remedy)
 
     @classmethod
     def of_target(cls, text: str, *groups: Any) -> Recipe:
@@ -213,13 +213,43 @@ class Recipe:
         )
 
 
+def _refuses(recipe: Recipe, kind: str) -> bool:
+    """Return whether the draft policy does not apply to the drafter, which is of a kind: several, chains or blind."""
+    policy, drafter = recipe.policy, recipe.drafter
+    if policy is None or drafter.is_plain or policy.applies(drafter):
+        return False
+    return kind == ("several" if len(drafter.parts) > 1 else "chains" if policy.tree else "blind")
+
+
+RULES: tuple[tuple[tuple[Use, ...], Callable[[Recipe], object], str, str], ...] = (
+    ((), lambda recipe: recipe.chained and recipe.policy and recipe.policy.tree,
+     "{0.chained} does not go with trees, as in {0.policy}.", "Draft chains."),
+    ((), lambda recipe: _refuses(recipe, "several"),
+     "Several drafters draft chains of one fixed length, but {0.policy.word} decides the length while drafting.",
+     "Give --gamma N."),
+    ((), lambda recipe: _refuses(recipe, "chains"),
+     "The drafter {0.drafter} drafts only chains, but {0.policy.word} needs trees.",
+     "Choose suffix, self:... or a model, or another draft policy."),
+    ((), lambda recipe: _refuses(recipe, "blind"),
+     "The draft policy {0.policy.word} reads the drafter's distribution, and {0.drafter.word} has none.",
+     "Choose auto, fixed or another that does not."),
+    (("batch",), lambda recipe: recipe.caching.cache in ("static", "compiled"),
+     "Forward passes of fixed shapes (--cache static and compiled) serve one prompt at a time.",
+     "Choose another cache."),
+    (("batch", "timing"), lambda recipe: recipe.drafter.keeps_state,
+     "The drafter {0.drafter} carries counts from one generation to the next, so one would change the next.",
+     "Leave keep out."),
+)  # fmt: skip
+"""What does not go with what: in which uses (none stands for all), a predicate, the sentence and the remedy."""
+
+
 def with_models(drafter: DrafterSpec, change: Callable[[ModelSpec], ModelSpec]) -> DrafterSpec:
     """Return a drafter with each of its models and files replaced by ``change(model)``, in the order of the spec."""
 
     def changed(part: SmallModel | Outside) -> SmallModel | Outside:
         if isinstance(part, SmallModel):
             return replace(part, model=change(part.model))
-        return part if part.file is None else replace(part, file=change(part.file))
+        return replace(part, file=change(part.file))
 
     return with_small_models(drafter, changed)
 

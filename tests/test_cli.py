@@ -130,7 +130,7 @@ def test_compare_adds_the_plain_run(tiny, drafter):
 @pytest.mark.parametrize("drafter", ["ngram:keep", "ngram:keep,order=3+self:layers=1"])
 def test_compare_refuses_a_drafter_that_has_learnt_the_answer(tiny, drafter):
     tiny("the thing", "--drafter", drafter, "--compare").refused(
-        2, "remembers its own answers", "Leave keep out"
+        2, "carries counts from one generation", "Leave keep out"
     )
     assert tiny("the thing", "-n", 4, "--drafter", drafter).code == 0
 

@@ -249,7 +249,7 @@ def test_a_sampled_output_hangs_on_no_clock_by_default(call):
     [
         (("--draft-policy", "auto", "--gamma", 3), ("policy auto has no option --gamma", "It belongs to fixed")),
         (("--draft-policy", "fixed:max=3"), ("fixed has no option 'max'",)),
-        (("--draft-policy", "egag"), ("egag reads the drafter's distribution", "Choose auto, fixed,")),
+        (("--draft-policy", "egag"), ("egag reads the drafter's distribution", "Choose auto, fixed")),
         (("--draft-policy", "svip:max=3", "--drafter", "ngram"), ("policy svip reads", "and ngram has none")),
         (("--draft-policy", "best"), ("no draft policy 'best'", "Choose auto, fixed, egag")),
         (("--draft-policy", "confidence:threshold=1.5"), ("1.5",)),

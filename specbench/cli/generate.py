@@ -12,7 +12,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.cli import options as opt
-from specbench.cli.many import BATCH, decode_prompts, refuse_for_many
+from specbench.cli.many import BATCH, decode_prompts
 from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
 from specbench.cli.watchers import ShownOptions, TraceOutput
@@ -73,7 +73,7 @@ def generate(
 
     recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
     if prompts:
-        refuse_for_many(recipe)
+        recipe.check("batch")
         several, text = choose_prompts(prompts)[0], ""
     else:
         several, text = [], read_prompt_text(prompt, sys.stdin)
@@ -92,11 +92,10 @@ def generate(
                 warm_up,
             )
             from specbench.loaded import load_recipe
-            from specbench.models.drafters import refuse_keep
 
             stack.enter_context(quiet_transformers())
             if show.compare:
-                refuse_keep(recipe.drafter)
+                recipe.check("timing")
             speeds: list[float | None] = []
             tokens: list[int] = []
 

@@ -16,23 +16,8 @@ if TYPE_CHECKING:
     from specbench.cli.watchers import ShownOptions
     from specbench.decoding.records import Generation
     from specbench.generate import GenerationRun
-    from specbench.recipe import Recipe
 
 BATCH = 8
-
-
-def refuse_for_many(recipe: Recipe) -> None:
-    """Refuse what cannot decode several requests in a batch."""
-    if recipe.caching.cache in ("static", "compiled"):
-        raise UsageError(
-            "Forward passes of fixed shapes (--cache static and compiled) serve one prompt at a time.",
-            "Choose another cache.",
-        )
-    if recipe.drafter.keeps_state:
-        raise UsageError(
-            f"The drafter {recipe.drafter} keeps counts from one prompt to the next, which is not possible in a batch.",
-            "Leave keep out.",
-        )
 
 
 def decode_prompts(

@@ -61,7 +61,6 @@ def serve(
     Decoding and sampling options are the defaults of requests.
     """
     from specbench.base.progress import quiet_transformers
-    from specbench.cli.many import refuse_for_many
     from specbench.cli.summary import show_notes
 
     _require_extra()
@@ -71,7 +70,7 @@ def serve(
         ).close()  # a port that is taken is not found out after the loading
         with starting(quiet) as progress:
             recipe = parse_recipe(ctx, drafting, decoding, caching, sampling)
-            refuse_for_many(recipe)
+            recipe.check("batch")
             from specbench.cli.setting import facts
             from specbench.loaded import load_recipe
             from specbench.serve.engine import Engine

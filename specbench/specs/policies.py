@@ -85,27 +85,6 @@ class PolicySpec(Spec):
             return cls is Fixed
         return drafter.trees if cls.tree else drafter.has_logits or not cls.needs_logits
 
-    def check(self, drafter: DrafterSpec) -> None:
-        """Raise ``UsageError`` for a drafter it does not work with."""
-        if self.applies(drafter):
-            return
-        if len(drafter.parts) > 1:
-            raise UsageError(
-                f"Several drafters draft chains of one fixed length, but {self.word} decides the length while"
-                f" drafting.",
-                "Give --gamma N.",
-            )
-        if self.tree:
-            raise UsageError(
-                f"The drafter {drafter} drafts only chains, but {self.word} needs trees.",
-                "Choose suffix, self:... or a model, or another draft policy.",
-            )
-        others = ", ".join(policy.word for policy in POLICIES if policy.applies(drafter))
-        raise UsageError(
-            f"The draft policy {self.word} reads the drafter's distribution, and {drafter.word} has none.",
-            f"Choose {others}.",
-        )
-
 
 @dataclass(frozen=True)
 class TakesGamma(PolicySpec):

@@ -317,7 +317,6 @@ def check_engine(
         UsageError: A drafter does not exist, does not fit, or would learn from its own earlier answers; or the target
             is int8 or int4, and transformers would decode with the unquantized model.
     """
-    from specbench.models.drafters import refuse_keep
     from specbench.models.prepare import check_models
 
     check_models(base.target, drafters, base.models, progress=progress)
@@ -328,7 +327,7 @@ def check_engine(
             f"Leave out --dtype {rounded}, or --baseline.",
         )
     for spec in drafters:
-        refuse_keep(spec)
+        replace(base, drafter=spec, policy=None).check("timing")
 
 
 def load_engine(
