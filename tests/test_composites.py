@@ -135,7 +135,7 @@ def test_memory_before_a_download_is_that_of_the_text(place, monkeypatch, tmp_pa
         def fetch_weights(self, *_: Any, check_size: Any, **__: Any) -> None:
             check_size(10**15)
 
-    monkeypatch.setattr("specbench.models.load.HubModel", Hub)
+    monkeypatch.setattr("specbench.models.find.HubModel", Hub)
     monkeypatch.setattr("specbench.models.load.check_memory", lambda needed, **_: asked.append(needed))
     load_model("some/whole", PLAIN, tokenizer=False)
     assert asked[0] == asked[1] < 10**6

@@ -45,6 +45,25 @@ def reporting_bar(progress: Progress | None, stage: str) -> type[Any]:
 
 
 @contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Keep the hub client from printing."""
+    from huggingface_hub import utils
+
+    hub: Any = utils  # its bar functions are exported at run time only
+    level, draws = hub.logging.get_verbosity(), not hub.are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            hub.disable_progress_bars()
+            hub.logging.set_verbosity_error()
+            yield
+        finally:
+            if draws:
+                hub.enable_progress_bars()
+            hub.logging.set_verbosity(level)
+
+
+@contextmanager
 def quiet_transformers(progress: Progress | None = None, stage: str = "") -> Iterator[None]:
     """Keep `transformers` and the hub client from printing.
 
@@ -52,30 +71,20 @@ def quiet_transformers(progress: Progress | None = None, stage: str = "") -> Ite
         progress: Receives their progress bars.
         stage: Name of the stage that these bars are reported as.
     """
-    from huggingface_hub import utils
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging
 
     bar = reporting_bar(progress, stage)
-    hub: Any = utils  # its bar functions are exported at run time only
-    loggers: list[Any] = [logging, hub.logging]
-    levels = [logger.get_verbosity() for logger in loggers]
-    hub_draws = not hub.are_progress_bars_disabled()
+    level = logging.get_verbosity()
     gguf_reader = vars(modeling_gguf_pytorch_utils)  # it takes its bar from tqdm, past the hook
     gguf_own = gguf_reader["tqdm"]
     hook = logging.set_tqdm_hook(lambda _, arguments, options: bar(*arguments, **options))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_hub():
         try:
             gguf_reader["tqdm"] = bar
-            hub.disable_progress_bars()
-            for logger in loggers:
-                logger.set_verbosity_error()
+            logging.set_verbosity_error()
             yield
         finally:
             gguf_reader["tqdm"] = gguf_own
             logging.set_tqdm_hook(hook)
-            if hub_draws:
-                hub.enable_progress_bars()
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.set_verbosity(level)
+            logging.set_verbosity(level)

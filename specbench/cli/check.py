@@ -18,6 +18,7 @@ from specbench.cli.policy import (
 )
 from specbench.cli.progress import starting
 from specbench.models.default import default_drafter
+from specbench.models.find import require_models
 from specbench.options import (
     MODELS,
     OUTPUT,
@@ -85,8 +86,6 @@ def check(
     from specbench.recipe import Recipe
 
     with starting(checked.quiet) as progress:
-        from specbench.cli.check_run import CheckRequest, check_outputs, prepare_checks
-
         notes: list[str] = []
         asked = Recipe.of_target(target, caching, decoding, sampling)
         if checked.recipe is not None:
@@ -95,6 +94,8 @@ def check(
         else:
             base = with_cache(ctx, asked)
             recipes, notes = _requested(base, checked, drafting)
+        from specbench.cli.check_run import CheckRequest, check_outputs, prepare_checks
+
         request = CheckRequest(base, checked.json_output, checked.quiet, chat, progress.console)
         run: Callable[[], int]
         if checked.outputs is not None:
@@ -125,5 +126,6 @@ def _requested(
     )
     for policy in policies:
         replace(base, policy=policy).check()
-    notes = left_out(policies, [drafter for drafter in drafters if not drafter.is_plain])
+    require_models(base.target, *(part.model for spec in drafters for part in spec.models))
+    notes = left_out(base, policies, [drafter for drafter in drafters if not drafter.is_plain])
     return recipes_of(base, drafters, policies), notes

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.cli.conflicts import given
 from specbench.cli.progress import without_collector
 from specbench.models.default import default_drafter
+from specbench.models.find import require_models
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import split_options
 from specbench.specs.policies import TakesGamma, default_policy, parse_policy
@@ -42,6 +43,7 @@ def parse_recipe(ctx: typer.Context, drafting: DraftingOptions, *groups: Any) ->
     policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
     recipe = replace(with_cache(ctx, asked), drafter=drafter, policy=policy.with_gamma(drafting.gamma))
     recipe.check()
+    require_models(recipe.target, *(part.model for part in drafter.models))
     return recipe
 
 

@@ -32,14 +32,14 @@ from specbench.drafters.outside import find_class
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
-from specbench.models.adapters import with_base
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options, resolve_device
+from specbench.models.files import read_headers
 from specbench.models.heads import TrainedHead, find_head, load_head, model_drafter
 from specbench.models.heads.mtp import checkpoint_files
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, dtype_name, load_config, load_model, resolve_dtype
-from specbench.models.mtp_layouts import FLOATS, read_headers
+from specbench.models.mtp_layouts import FLOATS
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, pack_kept, quantize
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
@@ -69,21 +69,10 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
         if isinstance(form, SelfForm) and (form.layers is not None or form.skip):
             check_form(form, load_config(target, progress=progress))
         elif isinstance(form, Mtp):
-            base, _ = with_base(target)
-            if base.kind == "folder":  # others may have to be fetched first
-                checkpoint_files(Path(base.source), load_config(base), base.name)
+            if target.kind == "folder":  # others may have to be fetched first
+                checkpoint_files(Path(target.source), load_config(target), target.name)
         elif isinstance(form, SmallModel) and (head := find_head(form.model, progress)) is not None:
             head.check(load_config(target, progress=progress), target.name)
-
-
-def refuse_keep(spec: DrafterSpec) -> None:
-    """Raise ``UsageError`` for the option ``keep`` where prompts are decoded repeatedly to time them."""
-    if spec.keeps_state:
-        raise UsageError(
-            f"The drafter {spec} carries counts from one generation to the next, so what is measured would be how"
-            " well it remembers its own answers.",
-            "Leave keep out.",
-        )
 
 
 # -- from specs to drafters ------------------------------------------------------------------------
@@ -389,9 +378,9 @@ def _head_of(target: Target) -> torch.Tensor:
         return embeddings
     name = next(path for path, module in model.named_modules() if module is head).rpartition(".")[2]
     folder = target.language_model.folder
-    for key, (path, dtype, _) in ({} if folder is None else read_headers(folder)).items():
-        if f".{key}".endswith(f".{name}.weight") and dtype in FLOATS:
-            return load_file(path)[key]
+    for key, header in ({} if folder is None else read_headers(folder)).items():
+        if f".{key}".endswith(f".{name}.weight") and header.dtype in FLOATS:
+            return load_file(header.path)[key]
     raise UsageError(
         f"The head needs the output layer of {target.name}, which is quantized ({target.dtype}).",
         f"Load the target in another dtype than {target.dtype}.",

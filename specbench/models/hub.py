@@ -6,13 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedConfig
-
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.files import is_full
-from specbench.base.progress import Progress, quiet_transformers, reporting_bar
+from specbench.base.progress import Progress, quiet_hub, reporting_bar
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import ADAPTER, plain_name, shard_names, weight_candidates
+from specbench.models.files import ADAPTER, plain_name, shard_names, weight_candidates
 
 HINT = "Check its spelling: a hub id is org/name or org/name@revision, and a folder is a path such as ./name."
 _SMALL_FILES = (
@@ -51,14 +49,12 @@ class HubModel:
             )
         raise self._lacking("is no model: it has no config.json", HINT)
 
-    def fetch_weights(
-        self, config: PreTrainedConfig, *, allow_pickle: bool, check_size: Callable[[int], None]
-    ) -> None:
+    def fetch_weights(self, *, allow_pickle: bool, check_size: Callable[[int], object] = id) -> None:
         """Fetch the weights; pickled ones only if allowed and there are no others.
 
         If an index gives the total size of all shards, ``check_size`` is called with it before any shard is fetched.
         """
-        for candidate in weight_candidates(config, allow_pickle):
+        for candidate in weight_candidates(self.folder, allow_pickle):
             path, files = self.folder / plain_name(candidate, self.name), [candidate]
             if path.suffix == ".json":
                 if not path.is_file():
@@ -85,7 +81,7 @@ class HubModel:
 
         bar = reporting_bar(self.progress, f"fetching {self.name}")
         try:
-            with quiet_transformers():
+            with quiet_hub():
                 return Path(
                     snapshot_download(
                         self.repository, revision=self.revision, allow_patterns=[*patterns], tqdm_class=bar

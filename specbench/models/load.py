@@ -31,27 +31,23 @@ from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.sampling import Sampling
 from specbench.kernels import reads_bfloat16
-from specbench.models.adapters import Adapter, with_base
-from specbench.models.builtin import prepare_builtin, prepare_gguf
 from specbench.models.checkpoints import (
     check_class,
     check_memory,
     fingerprint,
-    headers_digest,
     read_config,
-    read_header,
     text_config,
-    weight_files,
     weight_memory,
     weights_of,
 )
 from specbench.models.composites import causal_class, composite_class, text_model, text_only, unread_weights
 from specbench.models.devices import available_memory, check_options, resolve_device
-from specbench.models.hub import HubModel
+from specbench.models.files import headers_digest, read_header, weight_files
+from specbench.models.find import ModelFiles, find_model
 from specbench.models.quantized import note_on_quantization, quantization_of, stored_weights, unpacked_source
-from specbench.models.tokenizers import end_ids_of, has_tokenizer, make_tokenizer, same_tokenizer
+from specbench.models.tokenizers import end_ids_of, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
-from specbench.specs.models import ADAPTED, ModelSpec, parse_model
+from specbench.specs.models import ModelSpec, parse_model
 
 _FLOATS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -182,48 +178,10 @@ def load_model(
     )
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """The files of a model, without weights that are not fetched yet.
-
-    Attributes:
-        spec: The model, without its adapter.
-        folder: Its folder; of a built-in model or GGUF file that of the prepared copy.
-        hub: The repository to fetch its weights from, if it has one.
-    """
-
-    spec: ModelSpec
-    folder: Path
-    adapter: Adapter | None
-    hub: HubModel | None = None
-
-    @property
-    def words(self) -> Path:
-        """The folder of its tokenizer: its adapter's if that has one."""
-        return self.adapter.folder if self.adapter and has_tokenizer(self.adapter.folder) else self.folder
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """Its configuration, checked; see ``read_config``."""
-        return read_config(self.folder, self.spec.name)
-
-
-def find_model(spec: str | ModelSpec, *, progress: Progress | None = None) -> ModelFiles:
-    """Find a model; a built-in one or a GGUF file is prepared if necessary. For errors see ``load_model``."""
-    spec, adapter = with_base(parse_model(spec) if isinstance(spec, str) else spec)
-    if spec.kind == "hub":
-        hub = HubModel(spec.source, spec.revision, spec.name, progress)
-        return ModelFiles(spec, hub.folder, adapter, hub)
-    if spec.kind == "builtin":
-        return ModelFiles(spec, prepare_builtin(spec.source, progress=progress), adapter)
-    if spec.kind == "gguf":
-        return ModelFiles(spec, prepare_gguf(Path(spec.source), progress=progress), adapter)
-    return ModelFiles(spec, Path(spec.source), adapter)
-
-
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
     """Read and check a model's configuration; for errors see ``load_model``."""
-    return find_model(spec, progress=progress).config
+    files = find_model(spec, progress=progress)
+    return read_config(files.folder, files.spec.name)
 
 
 def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedTokenizerBase:
@@ -279,8 +237,9 @@ def _load_files(
     share_with: LanguageModel | None,
     before_weights: Callable[[ModelText], None] | None,
 ) -> LanguageModel:
-    """Load a model; ``named`` is what it was called, for with an adapter its own name says which."""
-    folder, name, adapter, config = source.folder, source.spec.name, source.adapter, source.config
+    """Load a model; ``named`` is its name with its adapter."""
+    folder, name, adapter = source.folder, source.spec.name, source.adapter
+    config = read_config(folder, name)
     settings = quantization_of(config, name)
     tokenizer = None
     if share_with and share_with.words and same_tokenizer(source.words, share_with.words):
@@ -291,14 +250,13 @@ def _load_files(
         before_weights(ModelText(tokenizer, _context_limit(config)))
     if source.hub is not None:
         check = partial(_check_size, options, config, name)
-        source.hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check)
-    files = weight_files(folder, name, config, allow_pickle)
+        source.hub.fetch_weights(allow_pickle=allow_pickle, check_size=check)
+    files = weight_files(folder, name, allow_pickle=allow_pickle)
     pickled = files[0].suffix != ".safetensors"
     tensors = {} if pickled else {key: facts for file in files for key, facts in read_header(file).items()}
     counts = Counter[torch.dtype]()
     for tensor in tensors.keys() - unread_weights(config, tensors):
-        kind, shape = tensors[tensor]
-        counts[_FLOATS.get(kind, torch.uint8)] += prod(shape)
+        counts[_FLOATS.get(tensors[tensor].dtype, torch.uint8)] += prod(tensors[tensor].shape)
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
     stored = kinds[0] if len(kinds) == 1 and settings is None else None
@@ -326,7 +284,7 @@ def _load_files(
         def adapted(digest: str) -> str:
             return hashlib.sha256(f"{digest} {content}".encode()).hexdigest()[: len(digest)]
 
-        loaded.name = named if ADAPTED in named else f"{name}{ADAPTED}{adapter.name}"
+        loaded.name = named
         loaded.notes.append(note)
         loaded.fingerprint, loaded.identity = map(adapted, plain)
         if loaded.files is not None:

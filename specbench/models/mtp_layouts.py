@@ -9,18 +9,15 @@ Only ``config.json`` and the headers of safetensors files are read here.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
-from safetensors import SafetensorError, safe_open
-
-from specbench.base.progress import quiet_transformers
+from specbench.base.progress import quiet_hub
+from specbench.models.files import Header, read_headers, read_settings
+from specbench.models.find import find_model
 from specbench.specs.models import ModelSpec
 
 BLOCK = "layers.0."
@@ -178,23 +175,15 @@ def has_mtp_layers(target: ModelSpec) -> bool:
     reports why.
     """
     try:
-        if target.adapter is not None or (Path(target.source) / "adapter_config.json").is_file():
-            from specbench.models.adapters import with_base
-
-            target, _ = with_base(target)
-        if target.kind not in ("folder", "hub"):
+        files = find_model(target) if target.kind in ("folder", "hub") else None
+        if files is None or files.spec.kind not in ("folder", "hub"):
             return False
-        folder = Path(target.source)
-        if target.kind == "hub":
-            from specbench.models.hub import HubModel
-
-            folder = HubModel(target.source, target.revision, target.name, None).folder
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_settings(files.folder, target.name)
         text = config.get("text_config") or config
         layers, quantized = text["num_hidden_layers"], "quantization_config" in {**config, **text}
-        headers = read_headers(folder)
-        if target.kind == "hub" and not headers:
-            headers = _fetch_headers(target)
+        headers = read_headers(files.folder)
+        if files.hub is not None and not headers:
+            headers = _fetch_headers(files.spec)
         found = _find(headers, layers)
     except Exception:  # what networks, damaged files and odd configurations raise
         return False
@@ -210,33 +199,20 @@ def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
     return _find(read_headers(folder), target_layers)
 
 
-Headers: TypeAlias = dict[str, tuple[Path, str, Sequence[int]]]
-"""The file, dtype and shape of tensors by name."""
-
-
-def read_headers(folder: Path) -> Headers:
-    found: Headers = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with suppress(OSError, SafetensorError), safe_open(path, "np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-            found |= {name: (path, each.get_dtype(), each.get_shape()) for name, each in slices.items()}
-    return found
-
-
-def _fetch_headers(target: ModelSpec) -> Headers:
+def _fetch_headers(target: ModelSpec) -> dict[str, Header]:
     """Return the headers of a hub model's weights, without fetching the weights."""
     from huggingface_hub import get_safetensors_metadata
 
-    with quiet_transformers():
+    with quiet_hub():
         files = get_safetensors_metadata(target.source, revision=target.revision).files_metadata
     return {
-        name: (Path(file), each.dtype, each.shape)
+        name: Header(Path(file), each.dtype, each.shape)
         for file, found in files.items()
         for name, each in found.tensors.items()
     }
 
 
-def _find(headers: Headers, target_layers: int) -> MtpTensors | None:
+def _find(headers: Mapping[str, Header], target_layers: int) -> MtpTensors | None:
     for layout in LAYOUTS:
         placed = ((name, layout.place(name, target_layers)) for name in headers)
         places = {name: place for name, place in placed if place is not None}
@@ -246,8 +222,8 @@ def _find(headers: Headers, target_layers: int) -> MtpTensors | None:
                 layout,
                 layers,
                 places,
-                files={name: headers[name][0] for name in places},
-                weights=sum(math.prod(headers[name][2]) for name in places),
-                plain=all(headers[name][1] in FLOATS for name in places),
+                files={name: headers[name].path for name in places},
+                weights=sum(math.prod(headers[name].shape) for name in places),
+                plain=all(headers[name].dtype in FLOATS for name in places),
             )
     return None

@@ -24,10 +24,6 @@ def same_tokenizer(first: Path, second: Path) -> bool:
     return len(filecmp.cmpfiles(first, second, files, shallow=False)[0]) == len(files)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer_config.json").is_file()
-
-
 def make_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder."""
     with quiet_transformers():

@@ -1,0 +1,63 @@
+"""Find the files of a model, before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specbench.base.progress import Progress
+from specbench.models.adapters import Adapter, read_adapter
+from specbench.models.hub import HubModel
+from specbench.specs.models import ModelSpec, parse_model
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model, without weights that are not fetched yet.
+
+    Attributes:
+        spec: The model, without its adapter.
+        folder: Its folder; of a built-in model or GGUF file that of the prepared copy.
+        hub: The repository to fetch its weights from, if it has one.
+    """
+
+    spec: ModelSpec
+    folder: Path
+    adapter: Adapter | None
+    hub: HubModel | None = None
+
+    @property
+    def words(self) -> Path:
+        """The folder of its tokenizer: its adapter's if that has one."""
+        if self.adapter and (self.adapter.folder / "tokenizer_config.json").is_file():
+            return self.adapter.folder
+        return self.folder
+
+
+def find_model(spec: str | ModelSpec, *, progress: Progress | None = None) -> ModelFiles:
+    """Find a model; a built-in one or a GGUF file is prepared if necessary.
+
+    Raises:
+        UsageError: There is no such model, or it is no model.
+        RunError: It cannot be fetched or prepared.
+    """
+    spec = parse_model(spec) if isinstance(spec, str) else spec
+    adapter = None if spec.adapter is None else read_adapter(Path(spec.adapter).expanduser())
+    spec = replace(spec, adapter=None)
+    if spec.kind == "hub":
+        hub = HubModel(spec.source, spec.revision, spec.name, progress)
+        return ModelFiles(spec, hub.folder, adapter, hub)
+    if spec.kind == "folder":
+        return ModelFiles(spec, Path(spec.source), adapter)
+    from specbench.models.builtin import prepare_builtin, prepare_gguf
+
+    if spec.kind == "builtin":
+        return ModelFiles(spec, prepare_builtin(spec.source, progress=progress), adapter)
+    return ModelFiles(spec, prepare_gguf(Path(spec.source), progress=progress), adapter)
+
+
+def require_models(*models: ModelSpec, progress: Progress | None = None) -> None:
+    """Raise ``UsageError`` or ``RunError`` for models on the hub or in folders that cannot be found."""
+    for model in models:
+        if model.kind in ("hub", "folder"):
+            find_model(model, progress=progress)
