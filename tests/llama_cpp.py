@@ -2,7 +2,7 @@
 
     python tests/llama_cpp.py
 
-asks it anew, and writes its answers to ``llama_cpp.json`` and the tables of ``docs/models.md``.
+asks it anew, and writes its answers to ``llama_cpp.json``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import httpx2
 import numpy as np
-from gguf_files import FACTS, HIDDEN, PROMPT, SIZE, TEXTS, TOKENIZERS, Fact, tokenizer_file, write_tiny
+from gguf_files import FACTS, HIDDEN, PROMPT, SIZE, TEXTS, TOKENIZERS, tokenizer_file, write_tiny
 from hard_strings import HARD_STRINGS
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specbench.models.gguf_tokenizers import PRE_TOKENIZERS
 
 ANSWERS = Path(__file__).with_suffix(".json")
-TABLES = Path(__file__).parents[1] / "docs" / "models.md"
 _BYTES = bytes_to_unicode()
 _EVERY = 48  # of the logarithms of probabilities, which are kept
 
@@ -133,39 +131,6 @@ def rules() -> list[list[str]]:
     return [list(names) for _, names in itertools.groupby(PRE_TOKENIZERS, PRE_TOKENIZERS.get)]
 
 
-def tables() -> str:
-    """The tables of the documentation."""
-    lines = ["| architecture | equal to llama.cpp | refused |", "|---|---|---|"]
-    for architecture, facts in itertools.groupby(
-        sorted(FACTS, key=lambda fact: fact.architecture), _architecture
-    ):
-        each = list(facts)
-        equal, refused = (
-            [fact.name for fact in each if (fact.refused is None) == is_equal] for is_equal in (True, False)
-        )
-        lines.append(f"| `{architecture}` | {', '.join(equal)} | {', '.join(refused)} |")
-    lines += [
-        "",
-        f"Pre-tokenizers that split {len(HARD_STRINGS)} hard strings as llama.cpp does, by their rule:",
-        "",
-    ]
-    for names in rules():
-        listed = f"- {', '.join(f'`{name}`' for name in names)}"
-        lines += wrap(listed, 118, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join(lines)
-
-
-def _architecture(fact: Fact) -> str:
-    return fact.architecture
-
-
-def with_tables(text: str) -> str:
-    """A page with the tables between its marks."""
-    start, end = "<!-- tests/llama_cpp.py writes this -->\n", "<!-- end -->"
-    before, rest = text.split(start)
-    return f"{before}{start}\n{tables()}\n\n{end}{rest.split(end)[1]}"
-
-
 if __name__ == "__main__":
     parts = [
         f'"{part}": {{\n'
@@ -174,4 +139,3 @@ if __name__ == "__main__":
         for part, answers in ask().items()
     ]
     ANSWERS.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
-    TABLES.write_text(with_tables(TABLES.read_text(encoding="utf-8")), encoding="utf-8")

@@ -11,7 +11,6 @@ from tiny import save_tiny
 
 from specbench.base.errors import UsageError
 from specbench.config import FILE_NAME, Config, read_config, write_config
-from specbench.results.store import read_run
 
 
 @pytest.fixture
@@ -139,19 +138,10 @@ def test_generate_takes_it_from_the_folder_and_says_so(tiny, cli):
     assert tiny.exists()
 
 
-def test_one_that_is_named_needs_no_announcement(tiny, cli):
-    (tiny / FILE_NAME).rename(tiny / "other.toml")
-    result = cli(*GENERATE, "--config", "other.toml")
-    assert said(result) == ("self:layers=1", "fixed:gamma=3")
-    assert "other.toml" not in result.err
-
-
 def test_the_command_line_wins(tiny, cli):
     """A rule goes with its drafter, and any other length in its place."""
     assert said(cli(*GENERATE, "--gamma", 2)) == ("self:layers=1", "fixed:gamma=2")
     assert said(cli(*GENERATE, "--draft-policy", "egag")) == ("self:layers=1", "egag")
-    assert said(cli(*GENERATE, "--draft-policy", "dynamic-tree")) == ("self:layers=1", "dynamic-tree")
-    assert said(cli(*GENERATE, "--drafter", "lookup"))[0] == "lookup"
     assert said(cli(*GENERATE, "--drafter", "lookup"))[1].startswith("auto")
     save_tiny(tiny / "other", seed=1)
     result = cli(*GENERATE, "--target", "other")
@@ -165,14 +155,6 @@ def test_config_none_ignores_it(tiny, cli):
     cli(*GENERATE).refused(2, "specbench.toml is no configuration", "--config none")
     assert cli("generate", "--help").code == 0
     assert cli("drafters").code == 0
-
-
-def test_sweep_takes_it(tiny, cli):
-    result = cli(*("sweep", "--limit", 1, "-n", 4, "--repeats", 1, "--out", "run", "--temperature", 0))
-    assert result.code == 0, result.err
-    stored = read_run(tiny / "run")
-    assert stored.options["target"] == "tiny"
-    assert [row.id for row in stored.configs] == ["plain", "self:layers=1@3"]
 
 
 def test_the_cache_of_an_int8_target_is_the_one_it_names(tiny, cli):
