@@ -77,7 +77,6 @@ def register(monkeypatch: pytest.MonkeyPatch, wheel: Path, tiny_gguf: Path, **ch
         "requirement": "tiny-wheel==1.0",
         "wheel_size": wheel.stat().st_size,
         "wheel_sha256": sha256(wheel),
-        "gguf_size": tiny_gguf.stat().st_size,
         "gguf_sha256": sha256(tiny_gguf),
     }
     model = BuiltinModel(**(facts | changes))
@@ -192,7 +191,7 @@ def test_a_cache_that_cannot_be_written(tiny_gguf, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "file" / "cache"))
     message = refusal(prepare_gguf, tiny_gguf, kind=RunError)
-    assert "cannot be written (Not a directory). Set SPECBENCH_CACHE" in message
+    assert "cannot be written (Not a directory). Make room there, or set SPECBENCH_CACHE" in message
 
 
 def test_a_disk_that_fills_up(tiny_gguf, own_cache, monkeypatch):
@@ -201,7 +200,7 @@ def test_a_disk_that_fills_up(tiny_gguf, own_cache, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(builtin, "convert_gguf", full)
-    assert "No space is left in the cache folder" in refusal(prepare_gguf, tiny_gguf, kind=RunError)
+    assert "cannot be written (No space left on device)" in refusal(prepare_gguf, tiny_gguf, kind=RunError)
     assert left_in(own_cache) == []
 
 

@@ -45,7 +45,6 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.cli.setting import drafter_notes
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardRequest, StepPlan, run_to_end
@@ -418,15 +417,6 @@ def assert_rows_of_blocks(
     assert_rows(scorer, second[[1, 1, 2]], CONTEXT, DRAFT, [-1, -1, 1], rows=3)
     assert drafter.can_read(CONTEXT, DRAFT[:2])
     assert drafter.can_read(CONTEXT, DRAFT) == longer
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_layers_that_a_head_does_not_name_are_assumed_and_said_to_be(tmp_path, named):
-    settings = speculators_settings()
-    if not named:
-        del settings["eagle_aux_hidden_state_layer_ids"]
-    drafter = drafter_of(write_head(tmp_path / "head", settings, eagle_tensors()), tiny_target())
-    assert len(drafter_notes([drafter])) == (not named)
 
 
 def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):

@@ -55,15 +55,14 @@ def model_notes(
 
 
 def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
-    """Return a sentence for each drafter model with another tokenizer than the target's, and on what was assumed."""
+    """Return a sentence for each drafter model with another tokenizer than the target's."""
     loaded = [drafter for drafter in drafters if not isinstance(drafter, SpecbenchError)]
     models = [model for drafter in loaded for model in models_of(drafter)]
     translated = [model for model in models if isinstance(model, TranslatingDrafter)]
     found = {
         model.traits.name.rsplit(" (", 1)[0]: model.translation for model in translated
     }  # in whatever dtype
-    assumed = [model.assumed for model in models if model.assumed]
-    return assumed + [
+    return [
         f"The drafter {name} has another tokenizer than the target: tokens are translated, and it drafts only the"
         f" {len(both.shared):,} of the target's {both.tokens:,} tokens ({len(both.shared) / both.tokens:.1%})"
         " that both have."

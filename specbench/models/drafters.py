@@ -345,7 +345,6 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     of_target = OfTarget(embed, layers, fitted, limit, dtype, scorer.device, model.config, scorer.cache)
     drafter = HeadDrafter(form.scorer(module, of_target), f"{head.name} ({name})")
     drafter.traits = replace(drafter.traits, prior=_prior(module, target, files.training.acceptance))
-    drafter.assumed = form.assumed(files, layers) if form.assumed else ""
     return drafter
 
 

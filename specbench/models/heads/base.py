@@ -60,8 +60,6 @@ class HeadFormat:
     check: Callable[[HeadFiles, PreTrainedConfig], object] | None = None
     # The target's layers whose input states it reads, see `HeadFiles.layers`; gets their number.
     layers: Callable[[HeadFiles, int], Sequence[int]] | None = None
-    # What is assumed of a head that reads these layers, in a sentence for the user.
-    assumed: Callable[[HeadFiles, Sequence[int]], str] | None = None
     context_limit: Callable[[HeadFiles], int] | None = None  # in tokens; by default the target's
     section: str = ""  # of the configuration, for some of its settings
     weights: str = ""  # name of its file of weights, without the ending, if it has one of its own

@@ -28,16 +28,6 @@ def _layers(files: HeadFiles, total: int) -> Sequence[int]:
     return files.within([2, total // 2, total - 3] if named is None else named, total - 1)
 
 
-def _assumed(files: HeadFiles, read: Sequence[int]) -> str:
-    """Return what is assumed if the configuration does not name layers."""
-    if _named_layers(files) is not None:
-        return ""
-    return (
-        f"The config.json of the head {files.name} does not name the layers that it reads:"
-        f" {', '.join(map(str, read))} are assumed, as of EAGLE-3's authors."
-    )
-
-
 def _named_layers(files: HeadFiles) -> list[int] | None:
     """Return the layers that the configuration names; in a section of its own it names them by their outputs."""
     key = "eagle_aux_hidden_state_layer_ids"
@@ -46,7 +36,7 @@ def _named_layers(files: HeadFiles) -> list[int] | None:
     return named and [each + shift for each in named]
 
 
-_OF_EAGLE3 = {"check": _check, "layers": _layers, "assumed": _assumed}
+_OF_EAGLE3 = {"check": _check, "layers": _layers}
 
 
 @register(
