@@ -15,12 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from specbench import kernels
-from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.head_scorers import OfTarget
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.backends.torch.self_forms import cheaper_form, check_form
-from specbench.backends.torch.submodels import trim_head
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest
@@ -41,7 +39,7 @@ from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, dtype_name, load_config, load_model, resolve_dtype
 from specbench.models.mtp_layouts import FLOATS
 from specbench.models.pairing import translation_of
-from specbench.models.target import Target, pack_kept, quantize
+from specbench.models.target import Target, transform_layers
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.specs.drafters import (
     Cascade,
@@ -227,7 +225,7 @@ def wrap_drafter(
     make_cache(cache, model.config)  # can refuse, before the layers change
     shared = {} if translation is None else dict(sorted(translation.shared.items()))
     rounded = language_model.quantize or ("int8" if int8 and model.device.type == "cpu" else None)
-    dtype = _transform_model(language_model, tuple(shared.values()), rounded, progress)
+    dtype = transform_layers(language_model, rounded, rows=tuple(shared.values()), progress=progress)
     name = f"{language_model.name} ({dtype})"
     announce(progress, f"testing forward passes of {language_model.name}")
     scorer = Scorer(
@@ -245,30 +243,6 @@ def wrap_drafter(
         drafter = TranslatingDrafter(scorer, name, translation)
     drafter.traits = replace(drafter.traits, prior=_prior(model, target))
     return drafter
-
-
-def _transform_model(
-    language_model: LanguageModel,
-    rows: tuple[int, ...],
-    rounded: QuantizedName | None,
-    progress: Progress | None,
-) -> str:
-    """Fold a model's attention, trim its head to logits (if any), and quantize or pack it; return its dtype."""
-    model = language_model.model
-    fold_attention(model)
-    if rows and rows != language_model.head_rows:
-        if language_model.head_rows is not None:
-            raise UsageError(
-                f"The head of {language_model.name} was already trimmed to another vocabulary, for another target.",
-                "Load the model once for each.",
-            )
-        trim_head(model, torch.tensor(rows, device=model.device))
-        language_model.head_rows = rows
-    if rounded is not None:
-        quantize(language_model, rounded, progress=progress)
-        return rounded
-    pack_kept(language_model, progress)
-    return language_model.dtype
 
 
 def _prior(module: nn.Module, target: Target, acceptance: float | None = None) -> DrafterPrior:

@@ -12,6 +12,7 @@ from specbench import kernels
 from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.submodels import trim_head
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.models.kept_layers import kept_layers
@@ -156,13 +157,9 @@ def prepare_target(
 ) -> Target:
     """Pack or quantize a loaded model in place, and run the trials of its fast forward passes."""
     model = language_model.model
-    if pack:
-        fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
-    if language_model.quantize is not None:
-        quantize(language_model, language_model.quantize, progress=progress)
-    elif pack:
-        pack_kept(language_model, progress)
+    if pack or language_model.quantize is not None:
+        transform_layers(language_model, language_model.quantize, progress=progress)
     layers = kernels.layers_of(model)
     dtype = layers.quantized or language_model.dtype
     announce(progress, f"testing forward passes of {language_model.name}")
@@ -175,13 +172,38 @@ def prepare_target(
     return Target(language_model, scorer, dtype, layers.packed, exact, widths_differ)
 
 
-def pack_kept(language_model: LanguageModel, progress: Progress | None) -> None:
-    """Pack a model's linear layers in place, or load stored packed layers."""
-    with kept_layers(language_model, "packed", progress) as layers:
-        kernels.pack(language_model.model, layers)
+def transform_layers(
+    language_model: LanguageModel,
+    dtype: QuantizedName | None,
+    *,
+    rows: tuple[int, ...] = (),
+    progress: Progress | None = None,
+) -> str:
+    """Fold a model's attention, trim its head, and quantize or pack its linear layers, in place or from stored ones.
 
+    Args:
+        dtype: What the layers are quantized to; ``None`` to pack them as they are.
+        rows: Token ids of the logits that are left, in this order; empty for all.
 
-def quantize(language_model: LanguageModel, dtype: QuantizedName, *, progress: Progress | None) -> None:
-    """Quantize a model's linear layers in place, or load stored quantized layers."""
-    with kept_layers(language_model, dtype, progress) as layers:
-        kernels.quantize(language_model.model, dtype, layers)
+    Returns:
+        The dtype of the layers.
+
+    Raises:
+        UsageError: The head was trimmed otherwise before.
+    """
+    model = language_model.model
+    fold_attention(model)
+    if rows and rows != language_model.head_rows:
+        if language_model.head_rows is not None:
+            raise UsageError(
+                f"The head of {language_model.name} was already trimmed to another vocabulary, for another target.",
+                "Load the model once for each.",
+            )
+        trim_head(model, torch.tensor(rows, device=model.device))
+        language_model.head_rows = rows
+    with kept_layers(language_model, dtype or "packed", progress) as layers:
+        if dtype is None:
+            kernels.pack(model, layers)
+        else:
+            kernels.quantize(model, dtype, layers)
+    return dtype or language_model.dtype
