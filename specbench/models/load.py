@@ -43,7 +43,7 @@ from specbench.models.checkpoints import (
 from specbench.models.composites import causal_class, composite_class, text_model, text_only, unread_weights
 from specbench.models.devices import available_memory, check_options, resolve_device
 from specbench.models.files import headers_digest, read_header, weight_files
-from specbench.models.find import ModelFiles, find_model
+from specbench.models.find import find_model
 from specbench.models.quantized import note_on_quantization, quantization_of, stored_weights, unpacked_source
 from specbench.models.tokenizers import end_ids_of, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
@@ -166,16 +166,57 @@ def load_model(
     options = options or LoadOptions()
     check_options(options)
     named = parse_model(spec) if isinstance(spec, str) else spec
-    return _load_files(
-        find_model(named, progress=progress),
-        named=named.name,
-        options=options,
-        progress=progress,
-        allow_pickle=allow_pickle,
-        with_tokenizer=tokenizer,
-        share_with=share_tokenizer_with,
-        before_weights=before_weights,
-    )
+    source = find_model(named, progress=progress)
+    folder, name, adapter = source.folder, source.spec.name, source.adapter
+    config = read_config(folder, name)
+    settings = quantization_of(config, name)
+    words, other = None, share_tokenizer_with
+    if other is not None and other.words is not None and same_tokenizer(source.words, other.words):
+        words = other.tokenizer
+    if words is None and tokenizer:
+        words = make_tokenizer(source.words, name)
+    if before_weights is not None:
+        before_weights(ModelText(words, _context_limit(config)))
+    if source.hub is not None:
+        check = partial(_check_size, options, config, name)
+        source.hub.fetch_weights(allow_pickle=allow_pickle, check_size=check)
+    files = weight_files(folder, name, allow_pickle=allow_pickle)
+    pickled = files[0].suffix != ".safetensors"
+    tensors = {} if pickled else {key: facts for file in files for key, facts in read_header(file).items()}
+    counts = Counter[torch.dtype]()
+    for tensor in tensors.keys() - unread_weights(config, tensors):
+        counts[_FLOATS.get(tensors[tensor].dtype, torch.uint8)] += prod(tensors[tensor].shape)
+    dtype = resolve_dtype(options, config, counts)
+    kinds = [kind for kind in counts if kind.is_floating_point]
+    stored = kinds[0] if len(kinds) == 1 and settings is None else None
+    numbers = weights_of(config)[0] if settings is not None or pickled else sum(counts.values())
+    placement = _placement(options, config, numbers, stored, dtype, name)
+    model, content = _read_weights(folder, name, config, dtype, placement, files, progress), ""
+    if adapter is not None:
+        identity = _fingerprint(model, torch.bfloat16)
+        model, content, note = adapter.merge(model, name, allow_pickle=allow_pickle)
+    model = text_model(model)
+    model.config.name_or_path = name
+    loaded = wrap_model(model, words, name, quantize=quantized(options.dtype))
+    if settings is not None:
+        give_back_free_memory()
+        loaded.notes.append(note_on_quantization(settings, name, dtype_name(dtype)))
+    usual = resolve_dtype(replace(options, dtype="auto"), config, counts)
+    if dtype == torch.float32 and usual == torch.bfloat16 and settings is None and source.spec.kind != "gguf":
+        loaded.slower = f"{name} in float32 takes about twice as long as in its own bfloat16 (--dtype auto)."
+    if adapter is not None:  # it is another model from now on, which is told from others by its parts
+        loaded.name = named.name
+        loaded.notes.append(note)
+        loaded.fingerprint, loaded.identity = (
+            hashlib.sha256(f"{each} {content}".encode()).hexdigest()[:16]
+            for each in (loaded.fingerprint, identity)
+        )
+    loaded.folder, loaded.words = folder, source.words
+    if not pickled:
+        place = os.fsencode(folder.resolve()) + content.encode()
+        digest = hashlib.sha256(f"{headers_digest(folder, files)} {content}".encode()).hexdigest()
+        loaded.files = WeightFiles(hashlib.sha256(place).hexdigest(), digest, sum(counts.values()))
+    return loaded
 
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
@@ -226,75 +267,8 @@ def wrap_model(
     )
 
 
-def _load_files(
-    source: ModelFiles,
-    *,
-    named: str,
-    options: LoadOptions,
-    progress: Progress | None,
-    allow_pickle: bool,
-    with_tokenizer: bool,
-    share_with: LanguageModel | None,
-    before_weights: Callable[[ModelText], None] | None,
-) -> LanguageModel:
-    """Load a model; ``named`` is its name with its adapter."""
-    folder, name, adapter = source.folder, source.spec.name, source.adapter
-    config = read_config(folder, name)
-    settings = quantization_of(config, name)
-    tokenizer = None
-    if share_with and share_with.words and same_tokenizer(source.words, share_with.words):
-        tokenizer = share_with.tokenizer
-    if tokenizer is None and with_tokenizer:
-        tokenizer = make_tokenizer(source.words, name)
-    if before_weights is not None:
-        before_weights(ModelText(tokenizer, _context_limit(config)))
-    if source.hub is not None:
-        check = partial(_check_size, options, config, name)
-        source.hub.fetch_weights(allow_pickle=allow_pickle, check_size=check)
-    files = weight_files(folder, name, allow_pickle=allow_pickle)
-    pickled = files[0].suffix != ".safetensors"
-    tensors = {} if pickled else {key: facts for file in files for key, facts in read_header(file).items()}
-    counts = Counter[torch.dtype]()
-    for tensor in tensors.keys() - unread_weights(config, tensors):
-        counts[_FLOATS.get(tensors[tensor].dtype, torch.uint8)] += prod(tensors[tensor].shape)
-    dtype = resolve_dtype(options, config, counts)
-    kinds = [kind for kind in counts if kind.is_floating_point]
-    stored = kinds[0] if len(kinds) == 1 and settings is None else None
-    numbers = weights_of(config)[0] if settings is not None or pickled else sum(counts.values())
-    placement = _placement(options, config, numbers, stored, dtype, name)
-    model = _read_weights(folder, name, config, dtype, placement, files, progress)
-    if adapter is not None:
-        plain = [_fingerprint(model, kind) for kind in (None, torch.bfloat16)]
-        model, content, note = adapter.merge(model, name, allow_pickle=allow_pickle)
-    model = text_model(model)
-    model.config.name_or_path = name
-    loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
-    if settings is not None:
-        give_back_free_memory()
-        loaded.notes.append(note_on_quantization(settings, name, dtype_name(dtype)))
-    usual = resolve_dtype(replace(options, dtype="auto"), config, counts)
-    if dtype == torch.float32 and usual == torch.bfloat16 and settings is None and source.spec.kind != "gguf":
-        loaded.slower = f"{name} in float32 takes about twice as long as in its own bfloat16 (--dtype auto)."
-    loaded.folder, loaded.words = folder, source.words
-    if not pickled:
-        where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
-        loaded.files = WeightFiles(where, headers_digest(folder, files), sum(counts.values()))
-    if adapter is not None:  # it is another model from now on, which is told from others by its parts
-
-        def adapted(digest: str) -> str:
-            return hashlib.sha256(f"{digest} {content}".encode()).hexdigest()[: len(digest)]
-
-        loaded.name = named
-        loaded.notes.append(note)
-        loaded.fingerprint, loaded.identity = map(adapted, plain)
-        if loaded.files is not None:
-            place, digest, numbers = loaded.files
-            loaded.files = WeightFiles(adapted(place), adapted(digest), numbers)
-    return loaded
-
-
 def _check_size(options: LoadOptions, config: PreTrainedConfig, name: str, total: int) -> None:
-    """Check roughly, before gigabytes are fetched; ``_load_files`` checks exactly."""
+    """Check roughly, before gigabytes are fetched; ``load_model`` checks exactly."""
     if isinstance(config.dtype, torch.dtype):
         counted = quantization_of(config, name) is not None or composite_class(config) is not None
         numbers = weights_of(config)[0] if counted else total // config.dtype.itemsize
