@@ -230,47 +230,29 @@ def fingerprint(
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def weights_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the number of weights of a model's text part, and of those that are quantized, without tensors."""
+def weights_of(config: PreTrainedConfig) -> int:
+    """Return the number of weights of a model's text part, without tensors."""
     whole = composite_class(config)
     with torch.device("meta"), quiet_transformers():
         model = AutoModelForCausalLM.from_config(config) if whole is None else text_only(whole)(config)
-    linear = {each.weight for each in model.modules() if type(each) is torch.nn.Linear}
-    linear.discard(model.get_input_embeddings().weight)
-    return sum(each.numel() for each in model.parameters()), sum(each.numel() for each in linear)
+    return sum(each.numel() for each in model.parameters())
 
 
 def weight_memory(
-    config: PreTrainedConfig,
-    numbers: int,
-    stored: torch.dtype | None,
-    loaded: torch.dtype,
-    *,
-    quantize: QuantizedName | None,
+    numbers: int, stored: torch.dtype | None, loaded: torch.dtype, quantize: QuantizedName | None
 ) -> int:
-    """Return the most bytes that a model's weights take on a CPU while they are loaded and packed.
+    """Return about how many bytes a model's weights take on a CPU while they are loaded and packed.
 
     Weights that are not converted remain mapped from their file until they are packed, and the system can free these
-    pages when it needs memory. Other weights are all converted first. Layers are packed one after another. What that
-    saves is counted only where memory is short: it takes a model without tensors.
+    pages when it needs memory. Other weights are all converted first.
 
     Args:
         stored: Dtype of the weights in the file; ``None`` if there are several, or it is not known.
         loaded: Dtype of the weights in memory, before linear layers are quantized.
     """
-    text = text_config(config)
-    sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
-    words, width, inner = (size if isinstance(size, int) else 0 for size in sizes)
     wide = loaded.itemsize
-    narrow = wide if quantize is None else bytes_per_weight(quantize, wide)
-    tied = getattr(config, "tie_word_embeddings", False)
-    head = words * width * narrow if tied else 0  # packed, beside the embeddings
-    # Two layers that become one product are there three times for a moment, a single one twice.
-    working = max(words, 4 * (inner or 4 * width)) * width * wide
-    most = int(numbers * wide + head + working)
-    if narrow == wide or stored != loaded or most <= available_memory(None):
-        return most
-    return most - int(weights_of(config)[1] * (wide - narrow))
+    narrow = wide if quantize is None or stored != loaded else bytes_per_weight(quantize, wide)
+    return int(numbers * narrow)
 
 
 def check_memory(

@@ -189,8 +189,8 @@ def load_model(
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
     stored = kinds[0] if len(kinds) == 1 and settings is None else None
-    numbers = weights_of(config)[0] if settings is not None or pickled else sum(counts.values())
-    placement = _placement(options, config, numbers, stored, dtype, name)
+    numbers = weights_of(config) if settings is not None or pickled else sum(counts.values())
+    placement = _placement(options, numbers, stored, dtype, name)
     model, content = _read_weights(folder, name, config, dtype, placement, files, progress), ""
     if adapter is not None:
         identity = _fingerprint(model, torch.bfloat16)
@@ -271,9 +271,9 @@ def _check_size(options: LoadOptions, config: PreTrainedConfig, name: str, total
     """Check roughly, before gigabytes are fetched; ``load_model`` checks exactly."""
     if isinstance(config.dtype, torch.dtype):
         counted = quantization_of(config, name) is not None or composite_class(config) is not None
-        numbers = weights_of(config)[0] if counted else total // config.dtype.itemsize
+        numbers = weights_of(config) if counted else total // config.dtype.itemsize
         loaded = resolve_dtype(options, config, Counter())
-        _placement(options, config, numbers, config.dtype, loaded, name)
+        _placement(options, numbers, config.dtype, loaded, name)
 
 
 def _read_weights(
@@ -364,7 +364,6 @@ def resolve_dtype(
 
 def _placement(
     options: LoadOptions,
-    config: PreTrainedConfig,
     numbers: int,
     stored: torch.dtype | None,
     loaded: torch.dtype,
@@ -381,9 +380,8 @@ def _placement(
     if device.type != "cpu":
         check_memory(numbers * loaded.itemsize, name=name, device=device)
         return {"": device}
-    quantize = quantized(options.dtype)
-    peak = weight_memory(config, numbers, stored, loaded, quantize=quantize)
-    check_memory(peak, name=name, device=device)
+    needed = weight_memory(numbers, stored, loaded, quantized(options.dtype))
+    check_memory(needed, name=name, device=device)
     return None
 
 
