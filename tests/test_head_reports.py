@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pandas as pd
 import pytest
 from stored_runs import Drafter, change_run, write_run
 
-from specbench.models.training_metadata import TrainingMetadata, read_metadata
+from specbench.models.training_metadata import TrainingMetadata
 from specbench.results.heads import best_measurement, distinct_trainings, head_rows
 from specbench.results.results import Results, load_results
 from specbench.results.summary import categorize
@@ -124,14 +123,3 @@ def test_a_damaged_story_is_left_out(tmp_path):
     assert ["heads" in each for each in df.problems] == [True]
     assert head_rows(df) == []
     assert len(df.done)
-
-
-def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path):
-    assert read_metadata(tmp_path) is None
-    file = tmp_path / "training.json"
-    whole = {**TRAINING, "data": {"tokens": 400_000, "texts": 3}, "settings": {}}
-    file.write_text(json.dumps({name: value for name, value in whole.items() if name != "tokens"}))
-    assert read_metadata(tmp_path) == msgspec.convert(TRAINING, TrainingMetadata)
-    for damaged in ("{", "[]", json.dumps({**whole, "measured": [{"tokens": "many"}]}), '{"kind": NaN}'):
-        file.write_text(damaged)
-        assert read_metadata(tmp_path) is None

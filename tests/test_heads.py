@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -59,7 +58,6 @@ from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import load_drafter
 from specbench.models.heads import find_head
 from specbench.models.target import Target, wrap_target
-from specbench.models.training_metadata import TRAINING_FILE
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 from specbench.policies.trees import StaticTreePolicy
@@ -763,29 +761,6 @@ def test_medusa_as_its_authors_write_it(tmp_path):
         drafter.update(outcome_of(CONTEXT, (3,)))
         rows.append(drafter.scorer.score(ForwardRequest(drafter.scorer, CONTEXT, DRAFT[:2])).logits)
     torch.testing.assert_close(*rows)
-
-
-# -- what stands beside the weights ----------------------------------------------------------------
-
-
-def test_the_best_measurement_of_a_training_says_what_to_expect_of_its_head(tmp_path):
-    target, folder = tiny_target(), write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
-    measured = [
-        {"tokens": 1, "tokens_per_step": each, "accepted": [accepted], "categories": {}}
-        for each, accepted in ((1.2, 0.1), (1.8, 0.4), (1.5, 0.3))
-    ]
-
-    def expected(drafter: str) -> float | None:
-        facts = {"kind": "eagle", "data": {"tokens": 3}, "measured": measured}
-        (folder / TRAINING_FILE).write_text(json.dumps(facts))
-        return load_drafter(drafter, target, PLAIN).traits.prior.acceptance
-
-    assert expected(str(folder)) == expected(f"lookup+{folder}") == 0.4
-    for useless in ([0.0], [1.0], []):
-        measured[1]["accepted"] = useless
-        assert expected(str(folder)) is None
-    measured.clear()
-    assert expected(str(folder)) is None
 
 
 # -- the command line ------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from specbench.train import students, texts, trainer
 from specbench.train.batches import Batches, make_batches
 from specbench.train.settings import TrainingSettings
 from specbench.train.students import write_head
-from specbench.train.texts import Text, held_out_prompts, texts_file, training_prompts, write_texts
+from specbench.train.texts import Text, texts_file, training_prompts, write_texts
 from specbench.train.trainer import STUDENTS, train_head
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -165,16 +165,6 @@ def test_wide_targets_have_heads_that_learn_at_a_lower_rate(model):
 # -- prompts, texts and batches --------------------------------------------------------------------
 
 
-def test_held_out_prompts_are_of_all_kinds_and_about_something_else():
-    prompts = load_prompts(["training"])
-    trained, held = held_out_prompts(prompts, 15)
-    assert len({prompt.category for prompt in held}) == len(held) == 15
-    assert sorted(prompt.id for prompt in (*trained, *held)) == sorted(prompt.id for prompt in prompts)
-    subject = next(each for each in held if each.category == "summary").turns[0].split(": ", 1)[-1][-60:]
-    assert not [prompt for prompt in trained if subject in prompt.turns[0]]
-    assert [prompt.id for prompt in held_out_prompts(PROMPTS[:3], 15)[1]] == ["p1"]
-
-
 def test_what_is_measured_on_is_refused(tmp_path):
     mine, measured = tmp_path / "mine.jsonl", load_prompts(["chat"])[4].turns[0]
     for turn, refused in ((measured, True), (measured + " And why?", False)):
@@ -259,16 +249,15 @@ def test_a_head_learns_and_drafts_exactly(cli: Cli, train, tmp_path, monkeypatch
     monkeypatch.setattr(import_module("specbench.cli.train"), "TrainingSettings", small)
     told = train("--kind", kind, "--tokens", 250, "--depth", DEPTH, "--out", out)
     assert told.code == 0, told.err
-    assert "tokens per step on held-out prompts" in told.out
+    assert f"The head is in {out}." in told.out
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "training.json"}
     training = json.loads((out / "training.json").read_text(encoding="utf-8"))
     assert training["loss"][-1][1] < training["loss"][0][1]
-    assert training["held_out"] == ["p6", "p7"]
     metadata = read_metadata(out)
     assert metadata is not None
-    assert (metadata.kind, set(metadata.measured[0].categories)) == (kind, {"a", "b"})
+    assert metadata.kind == kind
     assert metadata.tokens is not None
-    assert metadata.measured[0].tokens == 8 * metadata.tokens >= 8 * 250
+    assert metadata.tokens >= 250
     common = ("--target", tmp_path / "tiny", "--dtype", "float32", "the thing", "-n", 24, "--json")
     plain = cli("generate", *common, "--drafter", "none").json()
     found = cli("generate", *common, "--drafter", out, "--gamma", DEPTH).json()
@@ -283,7 +272,7 @@ class KilledError(BaseException):
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_cut_off_it_ends_the_same(target, tmp_path, monkeypatch, kind):
     settings = replace(QUICK, kind=kind, repeats=3)
-    whole = train_head(target, PROMPTS, settings, tmp_path / "whole")
+    train_head(target, PROMPTS, settings, tmp_path / "whole")
     monkeypatch.setattr(trainer, "_SAVE_INTERVAL_S", 0.0)
     out, seen = tmp_path / "parts", []
 
@@ -292,14 +281,14 @@ def test_cut_off_it_ends_the_same(target, tmp_path, monkeypatch, kind):
         if len(seen) % 7 == 0:
             raise KilledError
 
-    found, resume = None, False
-    while found is None:
+    done, resume = False, False
+    while not done:
         try:
-            found = train_head(target, PROMPTS, settings, out, resume=resume, update=killed)
+            train_head(target, PROMPTS, settings, out, resume=resume, update=killed)
+            done = True
         except KilledError:
             resume = True
     assert ("training", 2) in seen
-    assert found == whole
     for name in ("model.safetensors", "config.json", "training.json"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -324,8 +313,6 @@ def test_ctrl_c_keeps_the_training(train, tmp_path, monkeypatch):
 def test_what_cannot_be_trained_is_refused(train, target, tmp_path, monkeypatch):
     train("--out", tmp_path / "x", "--dtype", "int8").refused(2, "int8 target")
     train("--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt set or file")
-    few = refusal(train_head, target, PROMPTS[:2], QUICK, tmp_path / "x", kind=UsageError)
-    assert "at least 3 prompts" in few
     short = replace(QUICK, answer_tokens=1, tokens=4)
     said = refusal(train_head, target, PROMPTS, short, tmp_path / "z", kind=UsageError)
     assert "too short to learn from" in said

@@ -49,8 +49,8 @@ def train(
 ) -> None:
     """Train a head to draft for a target: --drafter FOLDER.
 
-    The target answers prompts, the head learns from the answers, and real decoding of other prompts measures its
-    tokens per step. A checkpoint is saved every minute; Ctrl-C keeps the last one, and --resume continues from it.
+    The target answers prompts, and the head learns from the answers. A checkpoint is saved every minute; Ctrl-C keeps
+    the last one, and --resume continues from it.
     """
     from specbench.bench.prompts import TRAINING_SET
     from specbench.train.texts import training_prompts
@@ -71,15 +71,11 @@ def train(
     source = ", ".join(Path(source).name for source in sources)
     with StageProgress(quiet, animated=False) as bar:
         try:
-            measured = train_head(
-                loaded, chosen, settings, out, source=source, resume=resume, update=bar.update
-            )
+            train_head(loaded, chosen, settings, out, source=source, resume=resume, update=bar.update)
         except KeyboardInterrupt:
             say(f"the training in {str(out)!r} is kept: add --resume to go on.")
             raise
-    accepted = ", ".join(f"{share:.0%}" for share in measured.accepted)
     write_out(
-        f"The head reaches {measured.tokens_per_step:.2f} tokens per step on held-out prompts.\n"
-        f"Drafted tokens accepted, by position: {accepted}.\n"
+        f"The head is in {out}.\n"
         f"Measure what it gains:  specbench generate --compare --drafter {out} PROMPT\n"
     )

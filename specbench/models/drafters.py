@@ -245,11 +245,11 @@ def wrap_drafter(
     return drafter
 
 
-def _prior(module: nn.Module, target: Target, acceptance: float | None = None) -> DrafterPrior:
+def _prior(module: nn.Module, target: Target) -> DrafterPrior:
     """Return what is known of a drafter before it drafts: models read prompts by the weights of linear layers."""
     own, whole = (kernels.layers_of(each).weights for each in (module, target.language_model.model))
     share = min(1.0, own / whole) if own and whole else UNKNOWN_DRAFTER.reading_share
-    return DrafterPrior(share, acceptance)
+    return DrafterPrior(share)
 
 
 _ROUNDED: dict[QuantizedName, DrafterPrior] = {
@@ -318,7 +318,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     embed, fitted = model.get_input_embeddings(), FittedLogits(target.vocab_size, tokens)
     of_target = OfTarget(embed, layers, fitted, limit, dtype, scorer.device, model.config, scorer.cache)
     drafter = HeadDrafter(form.scorer(module, of_target), f"{head.name} ({name})")
-    drafter.traits = replace(drafter.traits, prior=_prior(module, target, files.training.acceptance))
+    drafter.traits = replace(drafter.traits, prior=_prior(module, target))
     return drafter
 
 

@@ -32,22 +32,12 @@ class TrainingMetadata(Record):
     tokens: Annotated[Count | None, doc("of text trained on")] = None
     measured: list[TrainingMeasurement] = []
 
-    @property
-    def acceptance(self) -> float | None:
-        """The share of first draft tokens that were accepted in the best measurement, the one whose weights were kept.
-
-        ``None`` if nothing was measured, or all or no tokens were accepted.
-        """
-        best = max(self.measured, key=lambda each: each.tokens_per_step, default=None)
-        share = best.accepted[0] if best and best.accepted else 0.0
-        return share if 0.0 < share < 1.0 else None
-
 
 def read_metadata(folder: Path) -> TrainingMetadata | None:
     """Read how the head in a folder was trained; ``None`` if that is not known."""
     try:
         found = msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=Json)
-        facts = {name: found[name] for name in ("kind", "measured")}
-        return msgspec.convert(facts | {"tokens": found["data"]["tokens"]}, TrainingMetadata)
+        facts = {"kind": found["kind"], "tokens": found["data"]["tokens"]}
+        return msgspec.convert(facts, TrainingMetadata)
     except (OSError, KeyError, TypeError, ValueError, RecursionError):  # missing, damaged, or of another tool
         return None

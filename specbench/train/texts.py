@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,29 +46,6 @@ def training_prompts(sources: Sequence[str | Path]) -> list[Prompt]:
     if shared is not None:
         raise UsageError(f"The training prompt {shared!r} is also in a benchmark set.", "Remove it.")
     return prompts
-
-
-def held_out_prompts(prompts: Sequence[Prompt], number: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Split prompts into those to train on and those to measure on, which are the last of each category, in turn.
-
-    Args:
-        number: Number of held-out prompts, at most a third.
-
-    Raises:
-        UsageError: There are fewer than 3.
-    """
-    if len(prompts) < 3:
-        raise UsageError(
-            "Training needs at least 3 prompts, because some are held out to measure on.", "Name more."
-        )
-    seen: Counter[str] = Counter()
-    ranks = []
-    for place, prompt in reversed([*enumerate(prompts)]):
-        seen[prompt.category] += 1
-        ranks.append((seen[prompt.category], place))
-    held = {place for _, place in sorted(ranks)[: min(number, len(prompts) // 3)]}
-    trained = [prompt for place, prompt in enumerate(prompts) if place not in held]
-    return trained, [prompts[place] for place in sorted(held)]
 
 
 class Text(Record):

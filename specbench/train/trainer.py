@@ -1,4 +1,4 @@
-"""Train a head: the target writes texts, ``transformers.Trainer`` trains on them, and decoding measures the head."""
+"""Train a head: the target writes texts, and ``transformers.Trainer`` trains on them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,17 @@ from specbench.base.cache import cache_folder
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, write_text
 from specbench.base.progress import quiet_transformers
-from specbench.base.record import to_dict
 from specbench.bench.encoding import encode_conversation
-from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
-from specbench.decoding.records import Step
-from specbench.generate_many import speculative_generate_many
 from specbench.models.checkpoints import text_config
-from specbench.models.drafters import require_states, wrap_head
-from specbench.models.heads import find_head, load_head
-from specbench.models.training_metadata import TRAINING_FILE, TrainingMeasurement
-from specbench.specs.models import parse_model
+from specbench.models.drafters import require_states
+from specbench.models.training_metadata import TRAINING_FILE
 from specbench.train.batches import Batches
 from specbench.train.eagle_student import EagleStudent
 from specbench.train.medusa_student import MedusaStudent
 from specbench.train.mtp_student import MtpStudent
 from specbench.train.settings import TrainingSettings
 from specbench.train.students import Student, write_head
-from specbench.train.texts import Text, held_out_prompts, write_texts
+from specbench.train.texts import Text, write_texts
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -50,8 +44,6 @@ STUDENTS: dict[str, Any] = {"eagle": EagleStudent, "mtp": MtpStudent, "medusa": 
 
 _SAVE_INTERVAL_S = 60.0
 _MIN_VOCAB = 8192
-_HELD_OUT, _MEASURED_TOKENS = 24, 64
-"""Prompts that the head is measured on, at most a third of all, and tokens decoded for each."""
 
 
 def check_folder(out: Path, *, resume: bool) -> None:
@@ -76,18 +68,15 @@ def train_head(
     source: str = "",
     resume: bool = False,
     update: Update = lambda *_: None,
-) -> TrainingMeasurement:
+) -> None:
     """Train a head, from the beginning or from its last checkpoint.
 
     Args:
         target: The target, which must not be quantized.
-        prompts: At least 3 prompts, some of which are held out.
+        prompts: What the target answers.
         out: The folder of the result. While the training runs, it has the head as of the last checkpoint.
         source: Name of the prompts in the training metadata.
         update: Receives the progress, as ``specbench.cli.progress.StageProgress.update`` does.
-
-    Returns:
-        How the head drafts on the held-out prompts.
 
     Raises:
         UsageError: The target or head cannot be trained, the folder is not empty, the training was begun with other
@@ -97,8 +86,7 @@ def train_head(
     check_folder(out, resume=resume)
     if target.quantization is not None:
         raise UsageError(f"Heads cannot be trained for an {target.dtype} target.", "Choose another dtype.")
-    trained, held_out = held_out_prompts(prompts, _HELD_OUT)
-    encoded = [encode_conversation(target, prompt) for prompt in trained]
+    encoded = [encode_conversation(target, prompt) for prompt in prompts]
     where = f"The folder {str(out)!r} or the cache folder {str(cache_folder())!r}"
     full = RunError(f"{where} has no space left.", "Free some, and add --resume.")
     with file_errors(f"{where} cannot be written", "Change that, and add --resume.", full=full):
@@ -126,23 +114,18 @@ def train_head(
             trainer.remove_callback(PrinterCallback)
             trainer.train(resume_from_checkpoint=_last_checkpoint(state))
         write_head(out, student, target)
-        update("measuring", 0, None, "")
-        measured = _measure(target, out, held_out, settings.depth, settings.repeats * batches.written)
         metadata = {
             "format": 1,
             "kind": settings.kind,
             "target": {"name": target.name, "fingerprint": target.language_model.identity},
             "settings": asdict(settings),
             "data": {"prompts": source, "texts": len(texts), "tokens": batches.written},
-            "held_out": [prompt.id for prompt in held_out],
             "loss": [
                 (entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry
             ],
-            "measured": [to_dict(measured)],
         }
         write_text(out / TRAINING_FILE, json.dumps(metadata, indent=1) + "\n")
         shutil.rmtree(state)
-    return measured
 
 
 def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSettings) -> Student:
@@ -212,28 +195,3 @@ class _Callback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         self._write()
-
-
-def _measure(
-    target: Target, head: Path, prompts: Sequence[Prompt], depth: int, trained_on: int
-) -> TrainingMeasurement:
-    """Decode prompts greedily in a batch, with chains that the head drafts."""
-    files = find_head(parse_model(str(head.resolve())))
-    assert files is not None
-    drafter = wrap_head(load_head(files), target)
-    ids = [encode_conversation(target, prompt) for prompt in prompts]
-    results = speculative_generate_many(
-        ids, target, drafter, gamma=depth, max_new_tokens=_MEASURED_TOKENS, max_batch=len(ids)
-    ).results()
-    steps: dict[str, list[Step]] = {}
-    for prompt, result in zip(prompts, results, strict=True):
-        if isinstance(result, Exception):
-            raise result
-        steps.setdefault(prompt.category, []).extend(result.steps)
-    every = [step for some in steps.values() for step in some]
-    return TrainingMeasurement(
-        tokens=trained_on,
-        tokens_per_step=tokens_per_step(every) or 1.0,
-        accepted=[rate or 0.0 for rate in acceptance_by_position(every)],
-        categories={name: tokens_per_step(some) or 1.0 for name, some in steps.items()},
-    )
