@@ -18,6 +18,7 @@ from specbench.bench.grid import Sweep, SweepOptions, check_batches, check_conte
 from specbench.bench.manifest import describe_models, describe_run, open_run
 from specbench.bench.prompts import interleave, shuffled
 from specbench.bench.suites import SUITES, choose_prompts
+from specbench.models.find import require_models
 from specbench.results.store import RunStore, stored_runs
 from specbench.specs.models import parse_model
 
@@ -89,16 +90,14 @@ class Models:
     def opened(
         self, options: SweepOptions, folder_of: FolderOf, progress: Progress | None
     ) -> Iterator[Opened]:
-        from specbench.bench.engines.own import check_engine, load_engine
-
         for policy in options.policies:
             replace(self.base, policy=policy).check()
-        notes = left_out(options.policies, self.drafters)
-        if options.batches and self.base.caching.cache in ("static", "compiled"):
-            raise UsageError(
-                "Forward passes of fixed shapes (--cache static and compiled) serve one prompt at a time.",
-                "Choose another cache, or leave --batch out.",
-            )
+        notes = left_out(self.base, options.policies, self.drafters)
+        if options.batches:
+            self.base.check("batch")
+        require_models(self.base.target, *(part.model for spec in self.drafters for part in spec.models))
+        from specbench.bench.engines.own import check_engine, load_engine
+
         sources = describe_models(self.base, self.drafters)
         check_engine(self.base, self.drafters, options, progress)
         folder = folder_of(sources["target"])

@@ -166,7 +166,7 @@ def build_rows(
     ]
 
 
-def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) -> list[str]:
+def left_out(base: Recipe, policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) -> list[str]:
     """Return a sentence for each policy that does not apply to a drafter.
 
     Raises:
@@ -176,7 +176,7 @@ def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) ->
     for policy in policies:
         blind = [drafter for drafter in drafters if not policy.applies(drafter)]
         if blind and len(blind) == len(drafters):
-            policy.check(blind[0])
+            replace(base, drafter=blind[0], policy=policy).check()
         if blind:
             names = ", ".join(map(str, blind))
             why = "it reads the drafter's distribution, and there is none"
