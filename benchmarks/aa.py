@@ -8,7 +8,7 @@ Each sweep decodes 8 new prompts × 32 tokens × 3 repeats with four configurati
 another id, and X with a pause that makes each step 10% longer. `Session` measures and `compare_configs` judges, as
 `specbench compare` does. Goals: the 95% interval of X against itself covers 1 in at least 17 of 20 sweeps, and the
 slowed X is called slower in at least 18. Prints one line of JSON at the end; exit code 1 if a goal is missed, 3 if
-sweeps are left. See aa_servers.py for servers.
+sweeps are left.
 """
 
 from __future__ import annotations

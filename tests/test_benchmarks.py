@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import aa
-import auto_regret
 import gpu
 import overhead
 import passes
 import pytest
 import vs_transformers
 from scripted_engine import TARGET, ScriptedEngine, taking
-from tiny import save_tiny
 
 from specbench.bench.prompts import load_prompts
 from specbench.options import DecodingOptions
@@ -170,17 +168,3 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(compared, capsys, 
     )
     assert vs_transformers.main(compared) == 0
     assert last_json(capsys) == result
-
-
-# --- auto beside fixed draft lengths ----------------------------------------------------------------
-
-
-def test_the_comparison_of_auto_runs_with_real_models(tmp_path, capsys):
-    save_tiny(tmp_path / "target")
-    sizes = ["--limit", "2", "--tokens", "8", "--rounds", "1", "--gammas", "1,3", "--drafter", "lookup"]
-    code = auto_regret.main(["--target", str(tmp_path / "target"), *sizes])
-    found = last_json(capsys)
-    assert code == (0 if found["over_best"][0] >= 0.97 else 1)
-    assert found["rounds"] == 2
-    assert set(found["over"]) == {"γ=1", "γ=3"}
-    assert auto_regret.main(["--target", str(tmp_path / "none"), *sizes]) == 2
