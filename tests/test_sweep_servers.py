@@ -401,18 +401,6 @@ def test_servers_that_are_none(sweep, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "fragment"),
-    [
-        (["--batch", "8"], "There are only 4 prompts"),
-        (["--server", "nonsense"], "no name or no address"),
-    ],
-)
-def test_options_that_servers_have_not(sweep, plain, words, fragment):
-    sweep(*words, base=plain).refused(2, fragment)
-    assert not plain.asked
-
-
 # -- the engine, by a clock of its own ---------------------------------------------------------------
 
 
