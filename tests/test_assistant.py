@@ -325,6 +325,4 @@ def test_what_it_does_not_go_with_is_refused_in_a_sentence(pair):
         2,
         head=find_head(parse_model(str(made.own_folder))).training,  # type: ignore[union-attr]
     )
-    assert "Gemma 4's assistant is not exported" in refusal(
-        load_engine("vllm").export, setting, kind=UsageError
-    )
+    assert "no Gemma 4 assistant heads" in refusal(load_engine("vllm").export, setting, kind=UsageError)

@@ -229,7 +229,7 @@ def test_an_interrupt_loses_nothing(check, monkeypatch):
     ("arguments", "fragments"),
     [
         (["--draft-policy", "egag", "--draft-policy", "egag"], ["egag is given twice"]),
-        (["--gamma", "8..1"], ["runs backwards", "1..8"]),
+        (["--gamma", "8..1"], ["is not a range of γ", "1..8"]),
         (["--gamma", "2", "--draft-policy", "auto"], ["auto has no option --gamma"]),
         (["--drafter", "lookup", "--drafter", "ngram", "--draft-policy", "svip"], ["reads the drafter's"]),
         (["--draft-policy", "egag"], ["reads the drafter's distribution"]),
