@@ -173,7 +173,7 @@ def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]
             continue
         if row["kind"] == "plain":
             plain[row["prompt"], row["turn"]].append(row)
-        elif row["kind"] == "speculative" and not row["steps"].widths:
+        elif row["kind"] == "speculative" and not row["steps"].parents:
             by_drafter[row["drafter"]].append(row)
     found = []
     for drafter, rows in by_drafter.items():

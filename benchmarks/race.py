@@ -46,7 +46,7 @@ from specbench.results.compare import compare_configs
 from specbench.results.pairs import whole_speed
 from specbench.results.results import Results, load_results
 from specbench.results.stats import geometric_mean
-from specbench.results.summary import summarize
+from specbench.results.summary import Summary
 from specbench.rows import conditions_of
 from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.policies import parse_policy
@@ -195,7 +195,7 @@ def speeds(results: Results) -> dict[str, dict[str, Any]]:
     """Return each side's tokens per second, and specbench's best over it with its interval: after the first token, and
     (``whole``) of whole calls, with the reading of the prompt.
     """
-    rows = {row.config.drafter: row for row in summarize(results).rows if row.generations}
+    rows = {row.config.drafter: row for row in Summary(results).rows if row.generations}
     ours = {name: row for name, row in rows.items() if name.startswith(OURS)}
     best = max(ours, key=lambda name: ours[name].tokens_per_second.value, default=None)
     alone = results.done[results.done["group"] == ""]  # those of a batch are whole anyway

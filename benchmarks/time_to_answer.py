@@ -23,7 +23,7 @@ from typing import Any
 from specbench.results.compare import compare_configs
 from specbench.results.results import load_results
 from specbench.results.store import read_run
-from specbench.results.summary import summarize
+from specbench.results.summary import Summary
 
 _GOALS = {True: (60.0, 20.0), False: (150.0, 60.0)}
 """Seconds of `tune`, and to the predicted table: of the built-in model, and of others."""
@@ -84,7 +84,7 @@ def regret(given: argparse.Namespace, answer: dict[str, Any]) -> tuple[float, di
                    *(word for each in ["fixed", *policies] for word in ("--draft-policy", each)))  # fmt: skip
     subprocess.run(words, stdout=subprocess.DEVNULL, check=True)
     results = load_results(folder)
-    speedups = {row.config.id: row.speedup.value for row in summarize(results).rows if row.generations}
+    speedups = {row.config.id: row.speedup.value for row in Summary(results).rows if row.generations}
     best = max(speedups, key=lambda name: speedups[name])
     if best == answer["winner"]:
         return 1.0, speedups

@@ -1,7 +1,7 @@
 """Build the docs as a site, or renew what is generated in their pages.
 
     python docs/make.py               # the site: open site/html/index.html
-    python docs/make.py references    # docs/cli.md and docs/api.md, after a change of options or exported names
+    python docs/make.py references    # cli.md, api.md, metrics.md: after a change of options, exported names or figures
 
 Zensical reads a folder of Markdown, which is written here: README, changelog and reports of measured runs become pages
 too, links between the repository's files become links between pages, and references are filled in. The site works
@@ -175,7 +175,16 @@ def command_lines() -> Iterator[str]:
             yield ""
 
 
-REFERENCES = {"cli.md": command_lines, "api.md": name_lines}
+def metric_lines() -> Iterator[str]:
+    """Yield a table of all figures."""
+    from specbench.results.metrics import METRICS
+
+    yield from ("| name | heading | what it is | interval |", "|---|---|---|---|")
+    for name, kind in METRICS.items():
+        yield f"| `{name}` | {_cell(kind.heading)} | {_cell(kind.about)} | {'yes' if kind.interval else ''} |"
+
+
+REFERENCES = {"cli.md": command_lines, "api.md": name_lines, "metrics.md": metric_lines}
 
 
 def reference(name: str) -> str:

@@ -411,8 +411,7 @@ def _steps(
             "closing": "target" if not gamma else "bonus" if accepted == gamma else "corrected",
         }  # fmt: skip
         if "tree" in row.draft_policy:  # two candidates for every draft, the second kept now and then
-            ranks = (rng.random(accepted) < 0.2).astype(int).tolist()
-            values |= {"nodes": 2 * gamma, "widths": [2] * tested, "ranks": ranks}
+            values |= {"nodes": 2 * gamma}
         for name, value in values.items():
             steps.setdefault(name, []).append(value)
         left -= accepted + 1

@@ -11,7 +11,7 @@ from cli_runs import Cli, Result, write_prompts
 from tiny import save_tiny
 
 from specbench.results.results import load_results
-from specbench.results.summary import summarize
+from specbench.results.summary import Summary
 
 TEXT = " and the king of the land and the queen of the land in the land is the king"
 
@@ -144,7 +144,7 @@ def test_a_stored_run_is_predicted_as_it_was_measured(cli, models, tmp_path, mon
     }
     measured = {
         (row.config.drafter, row.config.gamma): row.tokens_per_step.value
-        for row in summarize(load_results("run")).rows
+        for row in Summary(load_results("run")).rows
         if row.config.kind == "speculative"
     }
     assert predicted == pytest.approx(measured)

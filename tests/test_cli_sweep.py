@@ -23,7 +23,6 @@ from specbench.bench.grid import Sweep
 from specbench.bench.session import Session
 from specbench.cli.sweep_display import show_cell
 from specbench.results.results import load_results
-from specbench.results.summary import summarize
 
 
 @pytest.fixture
@@ -221,7 +220,7 @@ def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
     rated = frame.generations[frame.generations["log_probability"].notna()]
     assert {*rated["label"]} == {"plain", *beams}
     assert (rated["log_probability"] < 0).all()
-    summary = summarize(frame).frame.set_index("label")
+    summary = frame.table().set_index("label")
     assert summary["identical_share"].notna().to_dict() == {
         **dict.fromkeys(labels, True), **dict.fromkeys(["plain", *beams], False)
     }  # fmt: skip

@@ -31,7 +31,7 @@ from specbench.predict.here import Prediction
 from specbench.results.lines import CostLine, Generation
 from specbench.results.results import load_results
 from specbench.results.store import read_run
-from specbench.results.summary import categorize, summarize
+from specbench.results.summary import Summary
 from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.specs.drafters import Lookup
@@ -184,7 +184,7 @@ def test_the_command_of_the_answer_names_models_as_they_were_typed(
     assert run([*words, "-n", "3"]) == 0
     (folder,) = (tmp_path / "results").iterdir()
     df = load_results(folder)
-    (answer,) = find_answers(df, summarize(df), categorize(df))
+    (answer,) = find_answers(Summary(df))
     assert "--drafter lookup+/path/to/small " in answer.command
     assert "--target /path/to/target:dtype=float32 " in answer.command
     for path in folder.iterdir():

@@ -125,6 +125,21 @@ def test_configurations_that_cannot_be_compared(tmp_path, a, b, message):
         compare_configs(df, a, b)
 
 
+@pytest.mark.parametrize(
+    ("metric", "a", "b"),
+    [
+        ("tokens_per_step", 2.0, 1.0), ("acceptance_rate", 0.5, math.nan), ("alpha", 0.5, math.nan),
+        ("ttft_s", 0.5, 0.5), ("speedup", 2.0, math.nan),
+    ],
+)  # fmt: skip
+def test_any_rate_can_be_compared_and_is_that_of_the_table(tmp_path, metric, a, b):
+    df = load_results(write_exact(tmp_path / "r", {"plain": PLAIN, "d@1": times(2.0), "d@2": times(1.0)}))
+    row = compare_configs(df, "d@1", "d@2" if math.isnan(b) else "plain", metric).overall[0]
+    table = df.table().set_index("config")[metric]
+    assert row.a.value == pytest.approx(a) == pytest.approx(table["d@1"])
+    assert row.ratio.value == pytest.approx(table["d@1"] / table[row.config_b])
+
+
 # --- Two runs -------------------------------------------------------------------------------------
 
 
@@ -132,7 +147,7 @@ def test_runs_of_one_machine_are_compared_in_speed(tmp_path):
     pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0, 0.0)})
     compared = compare_runs(*pair, ("new", "old"))
     rows = overall(compared)
-    assert (compared.a, compared.b, compared.measure) == ("new", "old", "speed")
+    assert (compared.a, compared.b, compared.metric) == ("new", "old", "tokens_per_second")
     assert rows["d γ=1"].ratio.value == pytest.approx(0.9)
     assert rows["d γ=1"].a.value == pytest.approx(18.0)
     assert rows["d γ=1"].verdict == "slower"
@@ -155,13 +170,13 @@ def test_runs_of_two_machines_are_compared_in_ratios_to_their_baselines(tmp_path
         {"environment": other},
     )
     compared = compare_runs(*pair)
-    assert compared.measure == "speedup"
+    assert compared.metric == "speedup"
     (row,) = compared.overall
     assert row.label == "d γ=1"
     assert (row.ratio.value, row.a.value, row.b.value) == pytest.approx((1.1, 2.2, 2.0))
     assert "machines differ" in " ".join(compared.notes)
     with pytest.raises(UsageError, match="different machines"):
-        compare_runs(*pair, measure="speed")
+        compare_runs(*pair, metric="tokens_per_second")
 
 
 def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_path):
@@ -172,7 +187,7 @@ def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_p
         {"environment": {"ram_gb": 16.3, "torch": "2.1", "threads": 1}, "max_new_tokens": 99},
     )
     compared = compare_runs(*pair)
-    assert compared.measure == "speed"
+    assert compared.metric == "tokens_per_second"
     assert "torch: 2.0 / 2.1; threads: 2 / 1" in " ".join(compared.notes)
 
 
@@ -359,7 +374,10 @@ def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(
     ("arguments", "message"),
     [
         ({"sides": ["new:d@1"]}, "1 side given"),
-        ({"sides": ["new:d@1", "new:plain"], "measure": "speedup"}, "compared in speed"),
+        (
+            {"sides": ["new", "old"], "metric": "speed"},
+            "no figure 'speed' to compare. Did you mean 'speedup'",
+        ),
         ({"sides": ["new", "old", "old"]}, "3 sides given"),
         ({"sides": ["new", "nowhere"]}, "it does not exist"),
         ({"sides": ["new", "old"], "fail_below": 0.0}, "--fail-below is 0"),

@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import pandas as pd
 import pytest
 from stored_runs import Drafter, change_run, write_run
 
-from specbench.models.training_metadata import TrainingMetadata
-from specbench.results.heads import best_measurement, distinct_trainings, head_rows
 from specbench.results.results import Results, load_results
-from specbench.results.summary import categorize
+from specbench.results.summary import Summary
 from specbench.show import report as content
 from specbench.show import tables
 from specbench.show.report import write_report
@@ -51,27 +47,16 @@ def df(folder) -> Results:
 
 
 def test_heads_are_told_by_category(df):
-    heads = head_rows(df)
-    assert [(row.cell.config.id, row.cell.category) for row in heads] == [
-        (f"head (int8)@{gamma}", category) for gamma in (2, 4) for category in ("code", "story", EVIL)
-    ]
+    sheet = tables.drafter_sheets(Summary(df))["Trained heads"]
+    assert [row[1] for row in sheet.rows] == ["code", "story", EVIL] * 2
     steps, rows = df.steps, df.generations
-    for row in heads:
-        config, category = row.cell.config.id, row.cell.category
-        chosen = rows.index[(rows["config"] == config) & (rows["category"] == category)]
-        mine = steps.take(pd.Series(steps.row).isin(chosen).to_numpy())
-        assert row.cell in categorize(df)
-        assert row.cell.tokens_per_step.value == pytest.approx(mine["emitted"].sum() / len(mine))
-        assert row.first == pytest.approx((mine["accepted"] > 0).sum() / (mine["tested"] > 0).sum())
-        assert row.second == pytest.approx((mine["accepted"] > 1).sum() / (mine["tested"] > 1).sum())
-        assert row.trained == 1.7 if category == "code" else pd.isna(row.trained)
-
-
-def test_the_best_measure_is_that_of_the_head_that_was_kept(df):
-    told = distinct_trainings(df.run.heads)
-    assert told == {HEAD.name: msgspec.convert(TRAINING, TrainingMetadata)}
-    assert best_measurement(told[HEAD.name]).tokens == 300_000
-    assert distinct_trainings({"x": TrainingMetadata(kind="eagle")}) == {}
+    for row in Summary(df).categories:
+        chosen = rows.index[(rows["config"] == row.config.id) & (rows["category"] == row.category)]
+        mine = steps[steps["output"].isin(chosen)]
+        assert row.tokens_per_step.value == pytest.approx(mine["emitted"].sum() / len(mine))
+        first, second = ((mine["accepted"] > at).sum() / (mine["tested"] > at).sum() for at in (0, 1))
+        assert (row.first_accepted.value, row.second_accepted.value) == pytest.approx((first, second))
+    assert [row[3] for row in sheet.rows[:3]] == ["1.70", "–", "–"]
 
 
 @pytest.fixture
@@ -81,10 +66,11 @@ def no_figures(monkeypatch):
 
 @pytest.mark.usefixtures("no_figures")
 def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
-    rows, sheet = head_rows(df), tables.drafter_sheets(df)["Trained heads"]
-    worst = min((row for row in rows if row.cell.config.id == "head (int8)@2"), key=lambda row: row.first)
-    assert f"head (int8) γ=2 drafts worst on {worst.cell.category}: " in "\n".join(sheet.notes)
-    slower = {row.cell.config.label for row in rows if row.cell.verdict == "slower"}
+    rows, sheet = Summary(df).categories, tables.drafter_sheets(Summary(df))["Trained heads"]
+    mine = (row for row in rows if row.config.id == "head (int8)@2")
+    worst = min(mine, key=lambda row: row.first_accepted.value)
+    assert f"head (int8) γ=2 drafts worst on {worst.category}: " in "\n".join(sheet.notes)
+    slower = {row.config.label for row in rows if row.verdict == "slower"}
     assert {note.partition(" is slower")[0] for note in sheet.notes if " is slower" in note} == slower
     _, (page, markdown) = write_report(folder, tmp_path)
     for text in (page.read_text(encoding="utf-8"), markdown.read_text(encoding="utf-8")):
@@ -93,33 +79,13 @@ def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
         assert EVIL not in text
 
 
-@pytest.mark.usefixtures("no_figures")
-def test_the_figures_of_the_training_stand_in_a_table(df, folder, tmp_path):
-    sheet = tables.drafter_sheets(df)["Training"]
-    assert sheet.headings == [
-        "drafter", "tokens trained on", "tokens/step", "1. accepted", "2. accepted", "3. accepted", "4. accepted",
-    ]  # fmt: skip
-    assert sheet.rows[1] == ["head (int8)", "300,000", "1.50", "40%", "30%", "–", "–"]
-    assert len(sheet.rows) == 3
-    assert "head (int8) is the head after 300,000 tokens." in sheet.notes
-    _, (page, markdown) = write_report(folder, tmp_path)
-    for file in (page, markdown):
-        assert "300,000" in file.read_text(encoding="utf-8")
-
-
-def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path):
-    heads = {FREE.name: TRAINING, HEAD.name: TRAINING, "x": {"kind": "eagle3"}}
-    sheets = tables.drafter_sheets(load_results(run_with(tmp_path / "run", heads)))
-    assert {row[0] for row in sheets["Training"].rows} == {FREE.name}
-
-
 def test_runs_without_trained_heads_say_nothing_of_them(tmp_path):
     df = load_results(run_with(tmp_path / "run", None))
-    assert list(tables.drafter_sheets(df)) == ["Acceptance by position"]
+    assert list(tables.drafter_sheets(Summary(df))) == ["Acceptance by position"]
 
 
 def test_a_damaged_story_is_left_out(tmp_path):
     df = load_results(run_with(tmp_path / "run", {HEAD.name: {**TRAINING, "tokens": -1}}))
     assert ["heads" in each for each in df.problems] == [True]
-    assert head_rows(df) == []
+    assert "Trained heads" not in tables.drafter_sheets(Summary(df))
     assert len(df.done)

@@ -29,7 +29,7 @@ from specbench.models.target import load_target
 from specbench.results.compare import compare_configs, compare_runs
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
-from specbench.results.summary import summarize
+from specbench.results.summary import Summary
 from specbench.results.trace import parse_trace
 from specbench.show import report as content
 from specbench.show.document import to_markdown
@@ -184,7 +184,7 @@ def test_a_run_with_one_bad_field_gives_the_rest(stored, field):
     assert len(results.done)
     assert [field in each for each in results.problems] == [True]
     assert results.run.costs is not None
-    assert summarize(results).rows
+    assert Summary(results).rows
     stored.use_read_only()
 
 

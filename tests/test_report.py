@@ -21,7 +21,7 @@ from specbench.cli.report import report as command
 from specbench.options import CacheOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.results import load_results
-from specbench.results.summary import summarize
+from specbench.results.summary import Summary
 from specbench.show import document, tables
 from specbench.show import report as content
 from specbench.show.answer import generate_command
@@ -175,7 +175,7 @@ class TestAnswer:
         fields = {"differences": differences, "target": {"dtype": "bfloat16"}, "tokens": {"d@2": [9] * 11}}
         report = reported(tmp_path, speeds, **fields)
         assert said in told(report)
-        assert said in " ".join(tables.notes(summarize(load_results(tmp_path / "run"))))
+        assert said in " ".join(tables.notes(Summary(load_results(tmp_path / "run"))))
 
     def test_each_temperature_has_its_answer(self, tmp_path):
         warm = {"plain,t=0.7": PLAIN, "e@2,t=0.7": times(0.5)}
@@ -322,8 +322,8 @@ def test_the_page_can_be_used_without_eyes_or_script(page):
     assert names <= set(page.text)
 
 
-ELSEWHERE = {"contexts", "ranks", "servers", "batches", "latency", "thinking"}
-"""Figures of what this run has not got: no trees, contexts, servers, batches and thinking."""
+ELSEWHERE = {"contexts", "batches", "latency"}
+"""Figures of what this run has not got."""
 
 
 def test_the_figures_are_those_beside_the_markdown(written, page):
@@ -356,9 +356,9 @@ def test_no_ratio_stands_without_its_interval(written):
 
 
 def test_cells_sort_by_their_figures(written, page):
-    summary = summarize(load_results(written[0]))
+    summary = Summary(load_results(written[0]))
     values = {each["data-value"] for each in page.all("td") if each.get("data-value")}
-    assert {repr(float(speedup)) for speedup in summary.frame["speedup"]} <= values
+    assert {repr(float(speedup)) for speedup in summary.table()["speedup"]} <= values
     assert "nan" not in values
 
 

@@ -12,8 +12,8 @@ from cli_runs import Cli, write_prompts
 from stored_runs import described, line_of, read_lines, write_stored
 from stored_runs import prompt_of as stored_prompt
 
-from specbench.results.goodput import goodput_rows, parse_limits
 from specbench.results.results import load_results
+from specbench.results.summary import Summary, parse_limits
 from specbench.rows import Condition, Row, Server
 from specbench.specs.sweeps import Closed
 
@@ -83,15 +83,15 @@ LIMITS = parse_limits("ttft=500ms, tpot=0.15s")
 
 @pytest.mark.smoke
 def test_goodput_by_hand(served):
-    base, fast = goodput_rows(load_results(served), LIMITS)
+    base, fast = Summary(load_results(served), LIMITS).rows
     # Two clients, so half of the sum of latencies. base: 3, 4 and 3 s / 2; fast: 2, 2 and 2 s / 2.
-    assert [row.requests for row in (base, fast)] == [6, 6]
-    assert [row.rate.value for row in (base, fast)] == pytest.approx([6 / 5, 6 / 3])
-    assert [row.within for row in (base, fast)] == pytest.approx([3 / 6, 5 / 6])
+    assert [row.sent_requests.value for row in (base, fast)] == [6, 6]
+    assert [row.request_rate.value for row in (base, fast)] == pytest.approx([6 / 5, 6 / 3])
+    assert [row.within_limits.value for row in (base, fast)] == pytest.approx([3 / 6, 5 / 6])
     assert [row.goodput.value for row in (base, fast)] == pytest.approx([3 / 5, 5 / 3])
     assert fast.goodput_ratio.value == pytest.approx((5 / 3) / (3 / 5))
     assert math.isnan(base.goodput_ratio.value), "it is the baseline"
-    assert goodput_rows(load_results(served), {"e2el": 1.45})[1].within == 1.0
+    assert Summary(load_results(served), {"e2el": 1.45}).rows[1].within_limits.value == 1.0
 
 
 @pytest.mark.parametrize("lost", [(1,), (0, 1, 2)])
@@ -100,6 +100,6 @@ def test_failed_requests_miss_their_limits(served, lost):
     for group in lost:
         lines[3 + group] = line_of(ROWS[1].id, f"group-{group + 1}", status="failed", error="gone")
     (served / "generations.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    fast = goodput_rows(load_results(served), LIMITS)[1]
-    assert fast.requests == 2 * 3
-    assert fast.within == pytest.approx((5 - 1 if len(lost) == 1 else 0) / 6)
+    fast = Summary(load_results(served), LIMITS).rows[1]
+    assert fast.sent_requests.value == 2 * 3
+    assert fast.within_limits.value == pytest.approx((5 - 1 if len(lost) == 1 else 0) / 6)

@@ -21,7 +21,7 @@ from specbench.bench.stopping import looks
 from specbench.results.results import load_results
 from specbench.results.stats import AT_EVERY_LOOK, CONFIDENCE, geometric_mean
 from specbench.results.store import RunStore
-from specbench.results.summary import summarize
+from specbench.results.summary import Summary
 from specbench.rows import Row
 from specbench.specs.sweeps import Until, parse_until
 
@@ -89,7 +89,7 @@ def test_without_an_effect_every_prompt_is_decoded(tmp_path):
 def test_a_width_is_reached_later_where_prompts_differ_more(tmp_path):
     counts = [measure(tmp_path / str(x), "10%", 0.5, x).measured for x in (0.1, 0.3, 2.0)]
     assert counts[0] == 12 < counts[1] < counts[2] == 40
-    speedup = summarize(load_results(tmp_path / "0.3")).rows[1].speedup
+    speedup = Summary(load_results(tmp_path / "0.3")).rows[1].speedup
     assert speedup.low is not None
     assert speedup.high is not None
     assert (speedup.high - speedup.low) / 2 <= 0.1 * speedup.value
@@ -116,7 +116,7 @@ def test_an_answered_sweep_is_not_continued(tmp_path):
 def test_intervals_of_speedups_are_those_of_every_look_and_a_note_says_so(tmp_path):
     measure(tmp_path, "sure", 0.5, 0.3)
     results = load_results(tmp_path)
-    summary = summarize(results)
+    summary = Summary(results)
     speedup, done = summary.rows[1].speedup, results.done
     plain, ours = (
         done[done["config"] == row.config.id].set_index("prompt")["tokens_per_second"] for row in summary.rows

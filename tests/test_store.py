@@ -278,49 +278,30 @@ def test_the_table_has_figures_configuration_and_steps(tmp_path):
     assert first["steps"].expected_acceptance == [[1.0, 0.5], [0.75, 0.25], []]
     assert first["steps"].policy == {"H_norm": [0.5, None, 0.25]}
     assert frame.steps["draft_s"].tolist() == [0.25, 0.5, 0.25] * 2
-    assert frame.steps.row.tolist() == [0, 0, 0, 1, 1, 1]
+    assert frame.steps["output"].tolist() == [0, 0, 0, 1, 1, 1]
     assert first["warnings"] == ["steal"]
     assert frame.run.run_id == "abc"
 
 
-def test_trees_say_what_stood_beside_what_was_kept(tmp_path):
-    """The second of two roots and the first node behind it are kept; then none of two; then nothing is drafted."""
-    common = {"times": StepTimes(), "closing": "corrected", "passes": 2}
-    tree = {"drafted": (5, 6, 7, 8), "parents": (-1, -1, 1, 1), **common}
+def test_trees_keep_their_parents(tmp_path):
+    """A tree of four nodes, of which two are kept, and a step that drafts nothing."""
     steps = (
         Step(
-            0, 3, accepted=2, tested=2, tokens=(6, 7, 1), expected_acceptance=(1.0, 0.5), path=(1, 2), **tree
+            0, 3, (5, 6, 7, 8), 2, 2, (6, 7, 1), "corrected", (1.0, 0.5), StepTimes(), passes=2,
+            parents=(-1, -1, 1, 1), path=(1, 2),
         ),
-        Step(1, 6, accepted=0, tested=1, tokens=(1,), expected_acceptance=(0.25,), **tree),
-        Step(2, 7, (), 0, 0, (1,), "target", (), StepTimes()),
-    )
+        Step(1, 6, (), 0, 0, (1,), "target", (), StepTimes()),
+    )  # fmt: skip
     lists = to_dict(StepLists.of(steps))
-    assert {name: lists[name] for name in ("drafted", "nodes", "widths", "ranks", "parents")} == {
-        "drafted": [2, 2, 0],
-        "nodes": [4, 4, 0],
-        "widths": [[2, 2], [2], []],
-        "ranks": [[1, 0], [], []],
-        "parents": [[0, 0, 2, 2], [0, 0, 2, 2], []],
-    }
-    assert StepLists.of(steps[2:]).ranks == [], "chains have none"
-    without = {absent: {name: each for name, each in lists.items() if name != absent} for absent in lists}
+    assert [lists[name] for name in ("drafted", "nodes", "parents")] == [[2, 0], [4, 0], [[0, 0, 2, 2], []]]
+    assert StepLists.of(steps[1:]).parents == [], "chains have none"
     RunStore.create(tmp_path, RUN).close()
-    for repeat, stored in enumerate((
-        lists,
-        {**lists, "ranks": [[1, 0], []]},
-        without["widths"],
-        {**lists, "widths": [["2", 2], [2], []]},
-        {**lists, "parents": [[0, 0, 2, 5], [], []]},
-        {**lists, "parents": [[0], []]},
-        without["parents"],
-    )):  # fmt: skip
+    for repeat, parents in enumerate((lists["parents"], [[0, 0, 2, 5], []], [[0]], None)):
+        stored = lists | {"parents": parents} if parents else {**lists, "parents": []}
         append_raw(tmp_path, row(repeat=repeat, steps=stored))
     frame = load_results(tmp_path)
-    assert frame.generations["repeat"].tolist() == [0, 6]
-    found = frame.generations["steps"].tolist()
-    assert [each.ranks for each in found] == [[[1, 0], [], []]] * 2
-    assert [each.widths for each in found] == [[[2, 2], [2], []]] * 2
-    assert [each.parents for each in found] == [lists["parents"], []]
+    assert frame.generations["repeat"].tolist() == [0, 3]
+    assert [each.parents for each in frame.generations["steps"]] == [lists["parents"], []]
 
 
 def test_rows_of_another_run_or_configuration_are_left_out(tmp_path):

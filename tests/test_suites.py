@@ -19,7 +19,7 @@ from specbench.bench import suites
 from specbench.results.results import load_results
 from specbench.results.run import StoredSuite
 from specbench.results.store import read_run
-from specbench.results.summary import categorize, summarize
+from specbench.results.summary import Summary
 from specbench.show import tables
 
 MT_BENCH = dict.fromkeys(("writing", "math"), "multi-turn conversation")
@@ -132,18 +132,18 @@ def test_a_task_is_the_mean_over_the_prompts_of_its_categories(tmp_path):
     categories = ("writing", "math", "qa")
     write_run(tmp_path / "run", drafters=(Drafter("lookup", 0.6, 0.01),), gammas=(2,), categories=categories)
     results = load_results(tmp_path / "run")
-    apart = {row.category: row for row in categorize(results)}
+    apart = {row.category: row for row in Summary(results).categories}
     suite = StoredSuite(name="s", source="s", sha256="0", prompts=9, tasks=MT_BENCH)
     results = replace(results, run=msgspec.structs.replace(results.run, suites=[suite]))
-    together = {row.category: row for row in categorize(results)}
+    together = {row.category: row for row in Summary(results).categories}
     assert together.keys() == {"multi-turn conversation", "qa"}
     parts = [apart[name] for name in MT_BENCH]
     both = together["multi-turn conversation"]
-    assert both.prompts == sum(part.prompts for part in parts)
+    assert both.prompts.value == sum(part.prompts.value for part in parts)
     assert both.speedup.value == pytest.approx((parts[0].speedup.value * parts[1].speedup.value) ** 0.5)
     assert both.tokens_per_step.value > 1
-    summary = summarize(results)
-    sheet = tables.category_sheet(categorize(results), summary)
+    summary = Summary(results)
+    sheet = tables.category_sheet(summary)
     (row,) = sheet.rows
     assert sheet.headings == ["configuration", "multi-turn conversation", "qa", "overall"]
     assert row[-1].endswith(f"; {summary.row('lookup@2').tokens_per_step.value:.2f}")

@@ -35,7 +35,6 @@ from specbench.options import CacheOptions, DecodingOptions
 from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.store import RunStore, read_run
-from specbench.results.summary import summarize
 from specbench.rows import OtherLibrary, conditions_of
 from specbench.specs.sweeps import Closed
 from specbench.sweeps import sweep
@@ -171,7 +170,7 @@ def test_other_answers_of_beam_search_are_no_differences(tmp_path):
         result = Session(sweep, store, engine, snapshot=quiet).run_all()
         assert store.run.differences == []
     assert not result.warnings  # nor is a faster one a reason to mistrust plain decoding
-    summary = summarize(load_results(tmp_path)).frame.set_index("config")
+    summary = load_results(tmp_path).table().set_index("config")
     assert math.isnan(summary.loc["transformers:beam=4", "identical_share"])
     assert pd.isna(summary.loc["transformers:beam=4", "difference"])
 

@@ -27,9 +27,8 @@ from specbench.decoding.clocks import ShiftedClock
 from specbench.generate_many import GenerationRuns
 from specbench.results import stats
 from specbench.results.compare import compare_configs
-from specbench.results.requests import batch_curves, request_rows
 from specbench.results.results import load_results
-from specbench.results.summary import categorize, summarize
+from specbench.results.summary import Summary
 from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.specs.sweeps import Closed, Poisson, parse_arrivals
@@ -278,11 +277,11 @@ def test_a_group_with_a_request_that_fails_has_failed(tmp_path):
         return next(errors, None) if config.kind == "speculative" else None
 
     assert measure(tmp_path, sweep, ScriptedEngine(fails=fails)).failed == 1
-    summary = summarize(load_results(tmp_path)).frame
+    summary = load_results(tmp_path).table()
     assert list(summary["failures"]) == [0, 1]
     assert list(summary["generations"]) == [4, 2]
     assert measure(tmp_path, sweep).measured == 1
-    assert list(summarize(load_results(tmp_path)).frame["generations"]) == [4, 4]
+    assert list(load_results(tmp_path).table()["generations"]) == [4, 4]
 
 
 def test_outputs_that_differ_are_found_within_groups(tmp_path):
@@ -291,7 +290,7 @@ def test_outputs_that_differ_are_found_within_groups(tmp_path):
     measure(tmp_path, sweep, engine)
     differences = run_json(tmp_path)["differences"]
     assert [each["prompt"] for each in differences] == ["one-0", "one-1", "one-2", "one-3"]
-    summary = summarize(load_results(tmp_path)).frame
+    summary = load_results(tmp_path).table()
     assert summary["identical_share"].iloc[1] == 0
 
 
@@ -300,8 +299,8 @@ def test_outputs_that_differ_are_found_within_groups(tmp_path):
 
 def test_speedups_are_ratios_of_throughputs_over_groups(falls):
     frame = load_results(falls)
-    summary = summarize(frame)
-    row = summary.frame[summary.frame["config"] == "d@3,b=4"].iloc[0]
+    summary = Summary(frame)
+    row = summary.table()[summary.table()["config"] == "d@3,b=4"].iloc[0]
     groups = frame.groups
     fast, plain = (
         groups[groups["config"] == config].sort_values(["group", "repeat"])
@@ -325,29 +324,29 @@ def test_speedups_are_ratios_of_throughputs_over_groups(falls):
 def test_percentiles_are_those_of_all_requests(tmp_path):
     folder = write_batches(tmp_path / "run", batch=(4,), repeats=3)
     frame = load_results(folder)
-    requests = request_rows(frame, summarize(frame))
-    assert [row.requests for row in requests] == [48, 48, 48]
+    requests = Summary(frame).rows
+    assert [row.finished_requests.value for row in requests] == [48, 48, 48]
     for row in requests:
         mine = frame.generations[frame.generations["config"] == row.config.id]
         for name, values in {
-            "ttft_s": mine["ttft_s"],
+            "request_ttft_s": mine["ttft_s"],
             "latency_s": mine["total_s"],
             "queued_s": mine["queued_s"],
-            "token_s": mine["decode_s"] / (mine["new_tokens"] - 1),
+            "request_token_s": mine["decode_s"] / (mine["new_tokens"] - 1),
         }.items():
             for percent in (50, 95, 99):
-                assert getattr(row, name)[f"p{percent}"] == pytest.approx(np.percentile(values, percent))
+                assert row[f"{name}_p{percent}"].value == pytest.approx(np.percentile(values, percent))
     alone = load_results(write_batches(tmp_path / "none", batch=(), turns=None))
-    assert request_rows(alone, summarize(alone)) == []
+    assert not any(row.finished_requests.value for row in Summary(alone).rows)
 
 
 def test_the_answer_of_batches(falls):
     frame = load_results(falls)
-    summary = summarize(frame)
-    lines = batch_curves(summary)
+    summary = Summary(frame)
+    lines = summary.curves("batch")
     assert [each[0].config.gamma for each in lines] == [3, 1]
     assert [row.config.condition.batch for row in lines[0]] == [1, 2, 4, 8]
-    (answer,) = find_answers(frame, summary, categorize(frame))
+    (answer,) = find_answers(summary)
     assert answer.headline.startswith("d γ=3: pays up to batch 2, ")
     assert answer.verdict == "faster"
     assert answer.command.endswith("--batch 2")
@@ -385,7 +384,7 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep, tmp_path):
     assert (frame.generations["total_s"] >= frame.generations["queued_s"]).all()
     waiting = frame.generations[frame.generations["config"] == "plain,b=1,closed:2"]
     assert (waiting["queued_s"] > 0).any()
-    summary = summarize(frame).frame
+    summary = frame.table()
     assert (summary["identical_share"].dropna() == 1).all()
     assert "speedup" in out
     assert "TTFT" in (tmp_path / "run" / "summary.md").read_text(encoding="utf-8")

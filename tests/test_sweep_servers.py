@@ -30,10 +30,9 @@ from specbench.options import DecodingOptions
 from specbench.results.acceptance import positions
 from specbench.results.advice import review
 from specbench.results.compare import compare_configs
-from specbench.results.requests import request_rows
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
-from specbench.results.summary import categorize, summarize
+from specbench.results.summary import Summary
 from specbench.show.answer import find_answers
 from specbench.show.plots import draw_figures
 from specbench.show.report import write_report
@@ -153,7 +152,7 @@ def test_two_servers_from_beginning_to_end(sweep, plain, fast, models, tmp_path)
     assert str(tmp_path) not in everything
 
     frame = load_results(tmp_path / "run")
-    summary = summarize(frame).frame.set_index("config")
+    summary = frame.table().set_index("config")
     assert summary.loc["base", "speedup"] == 1.0
     assert summary.loc["drafting", "identical_share"] == 1.0
     # 23 tokens behind the first, 15 of them drafts that were kept.
@@ -161,12 +160,12 @@ def test_two_servers_from_beginning_to_end(sweep, plain, fast, models, tmp_path)
     assert summary.loc["drafting", "acceptance_rate"] == pytest.approx(0.75)
     assert summary["step_source"].tolist() == ["bursts", "server"]
     assert summary.loc["drafting", ["speedup_first", "warming"]].notna().all()
-    (answer,) = find_answers(frame, summarize(frame), categorize(frame))
+    (answer,) = find_answers(Summary(frame))
     assert ("over base" in answer.headline, answer.command) == (True, "")
     assert "drafting" in result.out
     assert compare_configs(frame, "drafting", "base").overall[0].ratio.prompts == 4
     write_report(tmp_path / "run")
-    assert {"servers", "categories"} <= {path.stem for path in (tmp_path / "run" / "plots").iterdir()}
+    assert {"speedup"} <= {path.stem for path in (tmp_path / "run" / "plots").iterdir()}
     page = (tmp_path / "run" / "report.html").read_text()
     assert "127.0.0.1" not in page
     assert "plain decoding" not in page
@@ -194,7 +193,7 @@ def test_prompts_get_text_in_front_for_lengths_of_context(sweep, plain, fast, mo
     sent = [body for body in plain.asked[before:] if prompt_of(body).endswith("?")]
     assert {len(encode_messages(tokenizer(), body["messages"])) for body in sent} == {32, 64}
     assert {prompt_of(body).rpartition("Question")[2] for body in sent} == {f" {i}?" for i in range(4)}
-    summary = summarize(load_results(tmp_path / "run"))
+    summary = Summary(load_results(tmp_path / "run"))
     assert len({row.config.id for row in summary.rows}) == 2 * 2
 
 
@@ -210,7 +209,7 @@ def test_caches_without_a_switch_get_nothing_to_find(sweep, tmp_path):
     assert all(prompt.count("\n") == 1 and prompt[0] == "[" for prompt in prompts[0])
     assert len(set(prompts[0])) == 4 * 2 + 1, "and never the same again"
     frame = load_results(tmp_path / "run")
-    assert summarize(frame).frame.set_index("config").loc["b", "identical_share"] == 1.0
+    assert frame.table().set_index("config").loc["b", "identical_share"] == 1.0
 
 
 def counting(
@@ -242,7 +241,7 @@ def test_acceptance_by_position_from_counters(sweep, tmp_path, batch):
         counts = row["server" if batch is None else "speculation"]
         assert [counts["drafts"] * share for share in (0.8, 0.6, 0.0)] == pytest.approx(counts["accepted_at"])
     frame = load_results(tmp_path / "run")
-    rows = positions(frame)
+    rows = positions(Summary(frame))
     assert {row.config.id for row in rows} == {told[0]["config"]}, "the other one says nothing"
     assert [row.rate for row in rows] == pytest.approx([0.8, 0.75, 0.0])
     assert [row.rate_of_drafted for row in rows] == pytest.approx([0.8, 0.6, 0.0])
@@ -263,7 +262,7 @@ def test_places_of_other_answers_are_left_out(sweep, tmp_path):
             None,
         )
     frame = load_results(tmp_path / "run")
-    assert positions(frame) == []
+    assert positions(Summary(frame)) == []
     assert "positions" not in draw_figures(frame).figures
 
 
@@ -278,10 +277,9 @@ def test_servers_over_batches(sweep, plain, fast, tmp_path):
         assert row["seconds"] > 0
         assert row["tokens"] >= NEW * row["clients"]
     frame = load_results(tmp_path / "run")
-    (answer,) = find_answers(frame, summarize(frame), categorize(frame))
+    (answer,) = find_answers(Summary(frame))
     assert "over base" in answer.headline
-    requests = request_rows(frame, summarize(frame))
-    assert [row.config.condition.batch for row in requests] == [1, 1, 2, 2, 4, 4]
+    assert [row.config.condition.batch for row in Summary(frame).rows] == [1, 1, 2, 2, 4, 4]
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -317,7 +315,7 @@ def test_what_is_noticed_of_a_server_is_told(sweep, plain, tmp_path, manner, not
         result = sweep(base=plain, a=server)
     warnings = {each["id"]: each["message"] for each in run_json(tmp_path / "run")["warnings"]}
     assert note in result.err + warnings[warning]
-    summary = summarize(load_results(tmp_path / "run")).frame.set_index("config")
+    summary = load_results(tmp_path / "run").table().set_index("config")
     assert summary["tokens_per_second"].notna().tolist() == [True, manner.per_piece == 1]
     assert summary["speedup_total"].notna().all()
 
@@ -474,13 +472,13 @@ def test_times_are_those_of_the_stream(tmp_path):
     rows = frame.generations
     assert rows["ttft_s"].tolist() == pytest.approx([0.5] * 32)
     assert (rows["tokens_per_second"] * rows["decode_s"]).tolist() == pytest.approx([8.0] * 32)
-    summary = summarize(frame).frame.set_index("config")
+    summary = frame.table().set_index("config")
     assert summary.loc["b", "speedup"] == pytest.approx(2.0, rel=0.05)
     assert summary.loc["b", "verdict"] == "faster"
     assert summary.loc["b", "tokens_per_step"] == pytest.approx(1.0)
     assert (summary["warming_low"] < 1).all()
-    assert "warm-pool" not in [each.id for each in review(frame)]
-    (answer,) = find_answers(frame, summarize(frame), categorize(frame))
+    assert "warm-pool" not in [each.id for each in review(Summary(frame))]
+    (answer,) = find_answers(Summary(frame))
     assert re.match(r"b: (1\.9|2\.0)\d× \[.*\] over a", answer.headline)
 
 
@@ -494,11 +492,11 @@ def test_a_server_that_remembers_is_told_apart(tmp_path):
         return (0.04 if again else 0.1) * scatter.uniform(0.95, 1.05)
 
     frame = measured(tmp_path / "run", Timed(seconds), "a", "b")
-    summary = summarize(frame).frame.set_index("config")
+    summary = frame.table().set_index("config")
     assert summary.loc["b", "warming"] == pytest.approx(2.5, rel=0.1)
     assert summary.loc["b", "speedup_first"] == pytest.approx(1.0, rel=0.1)
     assert summary.loc["b", "speedup"] > 1.4
-    (warning,) = [each for each in review(frame) if each.id == "warm-pool"]
+    (warning,) = [each for each in review(Summary(frame)) if each.id == "warm-pool"]
     assert warning.message.startswith("b: 2.")
 
 
@@ -526,7 +524,7 @@ def test_our_own_server_is_measured(sweep, tmp_path):
         assert told["drafted"] >= told["accepted"] == sum(told["accepted_at"])
         assert told["drafted"] <= told["drafts"] * len(told["accepted_at"]) <= 3 * told["drafts"]
     assert run_json(tmp_path / "run")["options"]["salt"] == "none", "nothing is kept of a prompt"
-    summary = summarize(load_results(tmp_path / "run")).frame
+    summary = load_results(tmp_path / "run").table()
     assert summary["step_source"].tolist() == ["server"]
     accepted, drafted = (sum(row["server"][name] for row in rows) for name in ("accepted", "drafted"))
     assert summary["acceptance_rate"].tolist() == pytest.approx([accepted / drafted])

@@ -19,12 +19,12 @@ from specbench.base.record import Estimate
 from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
-from specbench.results.acceptance import accepted_lengths, positions, ranks
+from specbench.results.acceptance import positions
 from specbench.results.lines import StepLists
 from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results, row_cells
-from specbench.results.run import PLAIN, Environment, Run, TargetModel
-from specbench.results.summary import Summary, SummaryRow, categorize, summarize, to_frame
+from specbench.results.run import Environment, Run, TargetModel
+from specbench.results.summary import Summary
 from specbench.show import document, tables
 
 STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
@@ -54,7 +54,8 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
         "repeat": 0, "status": "ok", "error": None, "new_tokens": 11, "token_ids": np.arange(11), "text": None,
         "ttft_s": 0.5,
         "prefill_s": 0.5, "decode_s": 10 / speed, "total_s": 0.5 + 10 / speed, "peak_memory_bytes": 1e9,
-        "log_probability": math.nan, "tokens_per_second": speed, "warnings": [],
+        "log_probability": math.nan, "tokens_per_second": speed, "prompt_tokens": 5, "queued_s": math.nan,
+        "warnings": [],
         "steps": step_lists(fields.pop("steps", []), **fields.pop("lists", {})),
     }  # fmt: skip
     return {**values, **fields}
@@ -84,16 +85,8 @@ def beside_plain(*speeds: float | tuple[float, ...], **fields: Any) -> list[dict
 
 
 def one(summary: Summary, config: str) -> dict[str, Any]:
-    row = summary.frame[summary.frame["config"] == config].iloc[0]
+    row = summary.table()[summary.table()["config"] == config].iloc[0]
     return {str(name): value for name, value in row.items()}
-
-
-def sheet(figures: Summary | list[SummaryRow]) -> tables.Sheet:
-    """Return the table of a summary, or of categories without their configurations' overall figures."""
-    if isinstance(figures, Summary):
-        return tables.summary_sheet(figures)
-    rows = {cell.config.id: SummaryRow(cell.config) for cell in figures}
-    return tables.category_sheet(figures, Summary([*rows.values()], PLAIN, None))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +131,7 @@ class TestSummary:
             each for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6))
             for each in (row("plain", f"a-{i}", 10.0 * 2**i), row("d@2", f"a-{i}", ratio * 10.0 * 2**i))
         ))  # fmt: skip
-        figures = one(summarize(df), "d@2")
+        figures = one(Summary(df), "d@2")
         expected = stats.geometric_mean([1.2, 1.3, 1.25, 1.6], list("abcd"))
         assert (figures["speedup"], figures["speedup_low"], figures["speedup_high"]) == pytest.approx(
             (expected.value, expected.low, expected.high)
@@ -152,7 +145,7 @@ class TestSummary:
             (2, 1, 0, 1, [0.2], times),
             (0, 0, 0, 1, [], (0.0, 0.0, 0.4, 0.1, 0.0, 0.0)),
         ]
-        figures = one(summarize(frame_of(row("plain", "a-1"), row("d@2", "a-1", steps=steps))), "d@2")
+        figures = one(Summary(frame_of(row("plain", "a-1"), row("d@2", "a-1", steps=steps))), "d@2")
         assert figures["tokens_per_step"] == pytest.approx(5 / 3)
         assert figures["acceptance_rate"] == pytest.approx(2 / 4)
         assert figures["acceptance_tested"] == pytest.approx(2 / 3)
@@ -167,7 +160,7 @@ class TestSummary:
     @pytest.mark.smoke
     def test_known_truth(self, made):
         """α, costs, speeds and predictions are what the run was made with."""
-        frame = summarize(made)
+        frame = Summary(made)
         for drafter in DRAFTERS:
             figures = one(frame, f"{drafter.name}@4")
             assert figures["alpha"] == pytest.approx(drafter.alpha, abs=0.09)
@@ -176,14 +169,14 @@ class TestSummary:
             assert figures["predicted_speedup_low"] < figures["predicted_speedup"]
         assert one(frame, "plain")["tokens_per_second"] == pytest.approx(1 / (PASS_S[1] + 0.0019), rel=0.1)
         assert one(frame, "transformers")["speedup"] == pytest.approx(1 / 1.6, rel=0.03)
-        assert frame.frame["identical_share"].dropna().eq(1.0).all()
+        assert frame.table()["identical_share"].dropna().eq(1.0).all()
 
     def test_forced_and_corrected_tokens_and_masks_are_apart(self):
         times = (0.1, 0.0, 1.0, 0.1, 0.0, 0.0)
         counts = [(3, 3, 2, 3, [1.0, 1.0, 0.0]), (2, 2, 2, 3, [1.0, 1.0])]
         lists = {"forced": [2, 1], "mask_s": [0.06, 0.06], "closing": ["corrected", "bonus"]}
         mine = row("d@2", "a-1", steps=[(*count, times) for count in counts], lists=lists)
-        summary = summarize(frame_of(row("plain", "a-1"), mine))
+        summary = Summary(frame_of(row("plain", "a-1"), mine))
         figures = one(summary, "d@2")
         assert figures["forced_share"] == pytest.approx(3 / 6)
         assert figures["corrected_share"] == pytest.approx(1 / 6)
@@ -198,11 +191,11 @@ class TestSummary:
         lists = {"nodes": [5, 5, 5], "passes": [2, 2, 2]}
         mine = row("d@2", "a-1", steps=[(*count, times) for count in counts], lists=lists)
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
-        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
+        figures = one(Summary(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
         assert (figures["mean_gamma"], figures["mean_nodes"], figures["tokens_per_step"]) == (2, 5, 2)
         assert figures["predicted_speedup"] == pytest.approx(2 / (2 * 0.2 + 1.5))
         costs["drafter_later_pass_s"] = {"d": 0.05}
-        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
+        figures = one(Summary(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
         assert figures["predicted_speedup"] == pytest.approx(2 / (0.2 + 0.1 + 1.5)), (
             "a first pass and a later one"
         )
@@ -213,7 +206,6 @@ class TestSummary:
         counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 2, 1, 2, [1.0, 0.0]), (2, 2, 1, 2, [1.0, 0.0])]
         lists = {
             "nodes": [5, 5, 5], "passes": [2, 2, 2], "parents": [[0, 0, 1, 1, 2]] * 3,
-            "widths": [[2, 2], [2, 1], [2, 2]], "ranks": [[0, 1], [1], [0]],
         }  # fmt: skip
         mine = row("d@2", "a-1", steps=[(*count, times) for count in counts], lists=lists)
         costs = {"target_pass_s": {"1": 0.5, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
@@ -221,24 +213,24 @@ class TestSummary:
         costs["drafter_later_pass_s"] = {
             "d": 0.05
         }  # of chains: passes over several nodes have their own times
-        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
+        figures = one(Summary(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
         step = 0.2 + 0.3 + 1.5
         assert figures["predicted_speedup"] == pytest.approx((3 + 2 + 2) / 3 / step), "what each step kept"
 
     def test_failures_are_counted_and_count_nowhere_else(self):
         failed = row("d@2", "b-1", status="failed", tokens_per_second=math.nan, decode_s=math.nan)
         df = frame_of(row("plain", "a-1"), row("d@2", "a-1", 20.0), row("plain", "b-1"), failed)
-        figures = one(summarize(df), "d@2")
+        figures = one(Summary(df), "d@2")
         assert (figures["failures"], figures["generations"], figures["prompts"]) == (1, 1, 1)
         assert figures["speedup"] == 2.0
         alone = frame_of(row("plain", "b-1"), failed)
-        assert math.isnan(one(summarize(alone), "d@2")["speedup"])
-        assert "1 generation failed" in " ".join(tables.notes(summarize(df)))
+        assert math.isnan(one(Summary(alone), "d@2")["speedup"])
+        assert "1 generation failed" in " ".join(tables.notes(Summary(df)))
 
 
 class TestOtherFrames:
     def test_categories(self, made):
-        frame = to_frame(categorize(made))
+        frame = made.table("category")
         assert list(dict.fromkeys(frame["category"])) == list(CATEGORIES)
         assert len(frame) == len(CATEGORIES) * (4 * 4 + 2)
         cell = frame[(frame["category"] == "code") & (frame["config"] == "ngram@4")].iloc[0]
@@ -254,48 +246,26 @@ class TestOtherFrames:
             (1, 1, 1, 2, [0.7], (0.1,) * 6),
             (0, 0, 0, 1, [], (0.1,) * 6),
         ]
-        first, second = positions(frame_of(row("d@2", "a-1", steps=steps)))
+        first, second = positions(Summary(frame_of(row("d@2", "a-1", steps=steps))))
         assert (first.drafted, first.tested, first.accepted) == (3, 3, 2)
         assert (first.rate, first.alpha) == pytest.approx((2 / 3, 0.6))
         assert (second.drafted, second.tested, second.accepted) == (2, 1, 0)
         assert (second.rate, second.rate_of_drafted, second.alpha) == pytest.approx((0.0, 0.0, 0.4))
 
-    def test_acceptance_by_rank_and_depth(self):
-        lists = {"widths": [[2, 1], [2], [3]], "ranks": [[1, 0], [], [0]]}
-        steps = [(2, 2, 2, 3, [0.5, 0.5], (0.1,) * 6), *[(2, 1, 0, 1, [0.5], (0.1,) * 6)] * 2]
-        mine = row("d@2", "a-1", steps=steps, lists=lists)
-        rows = ranks(frame_of(row("plain", "a-1"), mine))
-        found = {(each.depth, each.rank): each.rate for each in rows}
-        assert found == pytest.approx({(1, 0): 1 / 3, (1, 1): 1 / 3, (1, 2): 0.0, (2, 0): 1.0})
-        assert [each.tested for each in rows] == [3, 3, 1, 1]
 
-    def test_accepted_lengths(self):
-        steps = [
-            (2, 2, 2, 3, [0.5, 0.5], (0.1,) * 6),
-            (2, 1, 0, 1, [0.5], (0.1,) * 6),
-            (1, 1, 1, 2, [0.5], (0.1,) * 6),
-            (0, 0, 0, 1, [], (0.1,) * 6),
-        ]
-        rows = accepted_lengths(frame_of(row("d@2", "a-1", steps=steps)))
-        assert [(each.steps, each.undrafted) for each in rows] == [(1, 0.25)] * 3
-        # α = 1/2: two steps of two drafts and one of one draft.
-        expected = [1 / 2, (2 * 1 / 4 + 1 / 2) / 3, (2 * 1 / 4) / 3]
-        assert [each.share_iid for each in rows] == pytest.approx(expected)
-
-
-def shown(figures: Summary | list[SummaryRow], width: int = 80) -> str:
+def shown(sheet: document.Sheet, width: int = 80) -> str:
     file = io.StringIO()
-    document.show(Console(file=file, width=width, color_system=None, legacy_windows=False), sheet(figures))
+    document.show(Console(file=file, width=width, color_system=None, legacy_windows=False), sheet)
     return file.getvalue()
 
 
 class TestRendering:
     @pytest.mark.parametrize("width", [60, 80, 200])
     def test_fits_and_never_loses_the_interval(self, made, width):
-        frame = summarize(made)
-        text = shown(frame, width)
+        frame = Summary(made)
+        text = shown(tables.summary_sheet(frame), width)
         assert max(map(len, text.splitlines())) <= width
-        for figures in frame.frame.to_dict("records"):
+        for figures in frame.table().to_dict("records"):
             if figures["kind"] == "speculative":
                 assert f" [{figures['speedup_low']:.2f}, {figures['speedup_high']:.2f}]" in text
         assert "1 (baseline)" in text
@@ -306,9 +276,9 @@ class TestRendering:
     def test_too_few_runs_have_no_interval_and_say_so(self, speeds):
         """Two prompts that fare differently have one that reaches from 0.00 to 85002."""
         df = frame_of(*beside_plain(*speeds))
-        for frame in (summarize(df), categorize(df)):
-            assert "2.00 [too few to say]" in shown(frame)
-        assert one(summarize(df), "d@2")["verdict"] == "cannot tell"
+        for sheet in (tables.summary_sheet, tables.category_sheet):
+            assert "2.00 [too few to say]" in shown(sheet(Summary(df)))
+        assert one(Summary(df), "d@2")["verdict"] == "cannot tell"
 
     @pytest.mark.parametrize("busy", [4, 5])
     def test_a_machine_busy_most_of_the_time_makes_verdicts_provisional(self, busy):
@@ -320,14 +290,14 @@ class TestRendering:
         ]
         for each in rows[busy:]:
             each["warnings"] = ["stopped"]
-        frame = summarize(frame_of(*rows))
+        frame = Summary(frame_of(*rows))
         assert (one(frame, "d@2")["verdict"], one(frame, "d@2")["provisional"]) == ("faster", busy == 5)
         assert not isinstance(one(frame, "plain")["verdict"], str)
         assert not one(frame, "plain")["provisional"]
-        assert set(to_frame(categorize(frame_of(*rows)))["verdict"]) == {"cannot tell"}
+        assert set(frame_of(*rows).table("category")["verdict"]) == {"cannot tell"}
         said = "Verdicts are provisional: other programs used the processor during 5 of 8 generations."
         assert (said in tables.notes(frame)) == (stats.PROVISIONAL in tables.notes(frame)) == (busy == 5)
-        assert ("| fastest? |" in document.to_markdown(sheet(frame))) == (busy == 5)
+        assert ("| fastest? |" in document.to_markdown(tables.summary_sheet(frame))) == (busy == 5)
 
     @pytest.mark.parametrize(
         ("low", "high", "verdict"),
@@ -344,10 +314,10 @@ class TestRendering:
     def test_predictions_of_a_disturbed_run_are_withheld(self, made):
         count = len(made.generations)
         df = Results(made.run, made.generations.assign(warnings=[["machine-busy"]] * count))
-        quiet, busy = summarize(made), summarize(df)
-        names = [name for name in quiet.frame.columns if name.startswith("predicted_speedup")]
-        assert quiet.frame[names].notna().any(axis=None)
-        assert busy.frame[names].isna().all(axis=None)
+        quiet, busy = Summary(made), Summary(df)
+        names = [name for name in quiet.table().columns if name.startswith("predicted_speedup")]
+        assert quiet.table()[names].notna().any(axis=None)
+        assert busy.table()[names].isna().all(axis=None)
         for summary, said in ((busy, True), (quiet, False)):
             assert any(note.startswith("Predicted speedups") for note in tables.notes(summary)) == said
 
@@ -361,5 +331,5 @@ class TestRendering:
     )
     def test_shares(self, accepted, text):
         steps = [(1, 1, int(i < accepted), 1, [0.5], (0.1,) * 6) for i in range(1000)]
-        sheets = tables.drafter_sheets(frame_of(row("d@2", "a-1", steps=steps)))
+        sheets = tables.drafter_sheets(Summary(frame_of(row("d@2", "a-1", steps=steps))))
         assert sheets["Acceptance by position"].rows[0][5] == text

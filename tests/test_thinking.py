@@ -288,10 +288,9 @@ def test_a_sweep_tells_thinking_from_answers(cli, thinker, tmp_path, server):
         assert answer.tokens >= 6
     if not server:
         drafting = [row for row in rows if row.config.kind == "speculative"]
-        assert all(row.tokens_per_step.value >= 1 for row in drafting)
+        assert all(row.figures.tokens_per_step.value >= 1 for row in drafting)
         report = cli("report", tmp_path / "run").out
         assert "Thinking and answer" in (tmp_path / "run" / "report.md").read_text(), report
-        assert cli("plot", tmp_path / "run", "--only", "thinking").code == 0
 
 
 def test_the_server_sends_thinking_as_reasoning(thinker):

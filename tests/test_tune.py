@@ -29,7 +29,7 @@ from specbench.results.lines import CostLine, Generation
 from specbench.results.results import load_results
 from specbench.results.run import Tuning
 from specbench.results.store import RunStore
-from specbench.results.summary import categorize, summarize, to_frame
+from specbench.results.summary import Summary
 from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.show.document import to_markdown
@@ -483,14 +483,14 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     clock, sweep = FakeClock(), grid("d")
     folder = tmp_path / "run"
     found = search(folder, Disturbed(FAST, clock), sweep, clock)
-    raw = summarize(load_results(folder)).frame.set_index("config")
+    raw = load_results(folder).table().set_index("config")
     answer = find_answer(found, load_results(folder))
     with RunStore.open(folder) as store:
         assert store.run.tuning is not None
         store.update(tuning=structs.replace(store.run.tuning, answer=answer), finished=None)
     df = load_results(folder)
-    summary = summarize(df)
-    rows = summary.frame.set_index("config")
+    summary = Summary(df)
+    rows = summary.table().set_index("config")
     assert abs(raw.loc["d@auto", "speedup"] - rows.loc["d@auto", "speedup"]) > 0.1
     for each in tried(found):
         if each.speedup is not None:
@@ -498,9 +498,9 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     assert summary.winners == {"d@auto"}
     assert (rows.loc["d@auto", "verdict"], rows.loc["d@8", "verdict"]) == ("faster", "faster")
     assert rows["pooled_speedup"].isna().all()
-    categories = to_frame(categorize(df)).set_index(["category", "config"])
+    categories = df.table("category").set_index(["category", "config"])
     assert categories.loc[("chat", "d@auto"), "speedup"] == answer.measured["d@auto"].categories["chat"].value
-    (said,) = find_answers(df, summary, categorize(df))
+    (said,) = find_answers(summary)
     assert (said.headline, said.verdict) == (answer.headline, "faster")
     assert list(said.details[: len(answer.details)]) == list(answer.details)
     assert "--draft-policy auto" in said.command

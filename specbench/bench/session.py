@@ -34,6 +34,7 @@ from specbench.results.lines import CostLine, Generation, Group, Line, Measureme
 from specbench.results.results import load_results
 from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
 from specbench.results.store import RunStore
+from specbench.results.summary import Summary
 from specbench.rows import Condition, Row
 from specbench.specs.policies import DynamicTree, StaticTree
 from specbench.specs.sweeps import Closed, Poisson
@@ -175,7 +176,7 @@ class Session(Generic[Encoded]):
         self.store.update(differences=self._differences(in_time))
         advice = "Report this as an error of specbench; everything else is stored."
         lost = [RunWarning("not-stored", "warning", sentence, advice) for sentence in self.store.left_out]
-        self.warnings = (*lost, *review(load_results(self.store.path)))
+        self.warnings = (*lost, *review(Summary(load_results(self.store.path))))
         self.store.update(finished=now(), warnings=list(self.warnings))
 
     def _differences(self, in_time: Callable[[], bool]) -> list[Mismatch]:

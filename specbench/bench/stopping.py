@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from msgspec import structs
 
+from specbench.results.metrics import Figures
 from specbench.results.results import load_results
 from specbench.results.run import RIVALS, Stopping
 from specbench.results.stats import AT_EVERY_LOOK
-from specbench.results.summary import SummaryRow, best_by_baseline, summarize
+from specbench.results.summary import Summary, best_by_baseline
 from specbench.specs.sweeps import Until
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class StoppingRule(Judge):
         self._store.update(stopping=structs.replace(self._rule, ended=self.ending))
 
     def _is_answered(self) -> bool:
-        rows = [row for row in summarize(load_results(self._store.path)).rows if row.measured]
+        rows = [row for row in Summary(load_results(self._store.path)).rows if row.measured]
         best = best_by_baseline(rows)
         fastest = {row.config.baseline: row for row in best}
         self.beaten = {
@@ -142,7 +143,7 @@ class StoppingRule(Judge):
         }
         return bool(best) and all(map(self._is_known, best))
 
-    def _is_known(self, row: SummaryRow) -> bool:
+    def _is_known(self, row: Figures) -> bool:
         if self._half_width is None:
             return row.verdict != "cannot tell"
         speedup = row.speedup
@@ -151,6 +152,6 @@ class StoppingRule(Judge):
         return (speedup.high - speedup.low) / 2 <= self._half_width * speedup.value
 
 
-def _is_slower(row: SummaryRow, fastest: SummaryRow) -> bool:
+def _is_slower(row: Figures, fastest: Figures) -> bool:
     high, low = row.speedup.high, fastest.speedup.low
     return row.speedup.basis == "prompts" and high is not None and low is not None and high < low

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError, UsageError, unknown
 from specbench.base.textsafe import counted
 from specbench.cli.console import say
 from specbench.cli.options import output
 from specbench.options import panel
 
 if TYPE_CHECKING:
-    from specbench.results.compare import Compared, Measure
+    from specbench.results.compare import Compared
 
 _option = panel("Options")
 
@@ -29,14 +29,14 @@ def compare(
             " runs stands for the newest one.",
         ),
     ],
-    measure: Annotated[
-        Literal["auto", "speed", "speedup"],
+    metric: Annotated[
+        str | None,
         _option(
-            "--measure WHAT",
-            "Quantity to compare: speed (tokens/s), speedup (over the baseline of the same run), or auto: speed if"
-            " both runs are from the same kind of machine.",
+            "--metric NAME",
+            "Figure to compare: tokens_per_second, ttft_s, speedup, speedup_total, tokens_per_step, acceptance_rate,"
+            " acceptance_tested or alpha. Default: tokens_per_second, or speedup if the machines of two runs differ.",
         ),
-    ] = "auto",
+    ] = None,
     fail_below: Annotated[
         float | None,
         _option(
@@ -56,7 +56,7 @@ def compare(
     from specbench.show.compare import comparison_parts
     from specbench.show.document import show
 
-    compared = _comparison(sides, None if measure == "auto" else measure)
+    compared = _comparison(sides, metric)
     if as_json:
         typer.echo(json.dumps(to_json(compared, fail_below), indent=1, allow_nan=False))
     else:
@@ -79,21 +79,21 @@ def compare(
         raise RunError(f"Ratios with the whole interval below {fail_below:g}: {slow}.")
 
 
-def _comparison(sides: list[str], measure: Measure | None) -> Compared:
+def _comparison(sides: list[str], metric: str | None) -> Compared:
     from specbench.cli.named_runs import named_runs, split_row
-    from specbench.results.compare import compare_configs, compare_runs
+    from specbench.results.compare import COMPARED, compare_configs, compare_runs
     from specbench.results.results import load_results
 
+    if metric is not None and metric not in COMPARED:
+        raise unknown("figure", metric, COMPARED, " to compare")
     if len(sides) != 2:
         raise UsageError(f"{counted(len(sides), 'side')} given.", "Name two: rows as RUN:NAME, or runs.")
     (path_a, a), (path_b, b) = map(split_row, sides)
     if a is not None and b is not None and path_a == path_b:
-        if measure == "speedup":
-            raise UsageError("Two rows of one run are compared in speed.", "Leave out --measure speedup.")
         (run,) = named_runs([path_a], [a, b])
-        return compare_configs(load_results(run), a, b)
+        return compare_configs(load_results(run), a, b, metric or "tokens_per_second")
     # A name beside a run stands for a row of both.
     rows = [(path_a, a or b), (path_b, b or a)]
     run_a, run_b = (named_runs([path], [name] if name else [])[0] for path, name in rows)
     names = run_a.resolve().name, run_b.resolve().name
-    return compare_runs(load_results(run_a), load_results(run_b), names, a=a, b=b, measure=measure)
+    return compare_runs(load_results(run_a), load_results(run_b), names, a=a, b=b, metric=metric)

@@ -150,7 +150,7 @@ class ResultsOptions:
         """Return the limits of latency in seconds, by name; none without ``--slo``."""
         if self.slo is None:
             return {}
-        from specbench.results.goodput import parse_limits
+        from specbench.results.summary import parse_limits
 
         return parse_limits(self.slo)
 

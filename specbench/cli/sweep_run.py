@@ -56,7 +56,7 @@ class RunJob:
     def write_summary(self, summary: Summary, text: str) -> None:
         """Write the table and the answer into two files."""
         try:
-            write_csv(summary.frame, self.folder / "summary.csv")
+            write_csv(summary.table(), self.folder / "summary.csv")
             write_text(self.folder / "summary.md", text)
         except OSError as error:
             raise RunError(
@@ -139,21 +139,20 @@ def _model_notes(session: Session[Any]) -> list[str]:
 
 def _show(job: RunJob, results: Results, asked: ResultsOptions) -> None:
     """Write the answer and the table into two files, then print them; stdout may be closed."""
-    from specbench.results.summary import categorize, summarize
+    from specbench.results.summary import Summary
     from specbench.show import tables
     from specbench.show.answer import answer_parts, find_answers
     from specbench.show.document import show, to_markdown
 
-    summary, categories = summarize(results), categorize(results)
-    more_sheets = tables.service_sheets(results, summary, asked.limits())
-    sheets = [tables.summary_sheet(summary), *more_sheets.values()]
-    answers = find_answers(results, summary, categories)
+    summary = Summary(results, asked.limits())
+    sheets = [tables.summary_sheet(summary), *tables.service_sheets(summary).values()]
+    answers = find_answers(summary)
     said = [part for each in answers for part in answer_parts(each)]
     try:
         job.write_summary(summary, to_markdown(*said, *sheets))
     finally:
         more = ["--config", "none"] if Path(FILE_NAME).is_file() else []
-        answers = find_answers(results, summary, categories, job.recipes, more)
+        answers = find_answers(summary, job.recipes, more)
         said = [part for each in answers for part in answer_parts(each)]
         shown = [each if asked.verbose else replace(each, notes=[]) for each in sheets]
         show(Console(highlight=False), *said, *shown)

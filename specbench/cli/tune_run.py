@@ -252,11 +252,11 @@ class TuneJob(RunJob):
     def command(self) -> str:
         """Return the command that decodes with the winner, with models as the user typed them."""
         from specbench.results.results import load_results
-        from specbench.results.summary import categorize, summarize
+        from specbench.results.summary import Summary
         from specbench.show.answer import find_answers
 
         results = load_results(self.folder)
-        (answer,) = find_answers(results, summarize(results), categorize(results), self.recipes)
+        (answer,) = find_answers(Summary(results), self.recipes)
         return answer.command
 
     def export_command(self, engine: str) -> str:
@@ -286,12 +286,12 @@ class TuneJob(RunJob):
             typer.Exit: The search was interrupted.
         """
         from specbench.results.results import load_results
-        from specbench.results.summary import summarize
+        from specbench.results.summary import Summary
         from specbench.show.document import to_markdown
         from specbench.show.tables import summary_sheet
         from specbench.tune.answer import answer_parts, answer_text, as_json
 
-        summary = summarize(load_results(self.folder))
+        summary = Summary(load_results(self.folder))
         kept = [] if self.recipes else lines  # commands name the folders of models
         parts = [to_markdown(*answer_parts(answer, search)), *kept, to_markdown(summary_sheet(summary))]
         self.write_summary(summary, "\n\n".join(parts))

@@ -234,20 +234,6 @@ class Step:
         return depth_of(len(self.drafted), self.parents)
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """The number of candidates at each tested node of a tree; empty for a chain."""
-        if self.parents is None:
-            return ()
-        return tuple(self.parents.count(node) for node in (-1, *self.path)[: self.tested])
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of each accepted tree node among its siblings, from 0; empty for a chain."""
-        if self.parents is None:
-            return ()
-        return tuple(self.parents[:node].count(self.parents[node]) for node in self.path[: self.accepted])
-
-    @property
     def verified(self) -> int:
         """Rows of the target's pass: one for the context, one for each draft token."""
         return 1 + len(self.drafted) + self.hidden

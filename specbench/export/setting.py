@@ -15,9 +15,10 @@ from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
 from specbench.recipe import PLACE, Recipe
 from specbench.results import stats
+from specbench.results.metrics import Figures
 from specbench.results.results import Results
 from specbench.results.run import find_config
-from specbench.results.summary import SummaryRow, by_config, summarize
+from specbench.results.summary import Summary
 from specbench.specs.drafters import DrafterSpec, Mtp, SmallModel
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Fixed, PolicySpec
@@ -177,7 +178,7 @@ class RunSettings:
         self._results, self._name, self._run = results, name, results.run
         self._paths = {Path(path).name: path for path in paths}
         self._check_paths()
-        summary = summarize(results)
+        summary = Summary(results)
         self._rows = summary.rows
         self._winners = {row.config.id for row in self._rows if not row.provisional} & summary.winners
         if any(row.config.kind == "server" for row in self._rows):
@@ -224,7 +225,7 @@ class RunSettings:
             )
         return self._setting(found)
 
-    def _fastest_first(self) -> list[SummaryRow]:
+    def _fastest_first(self) -> list[Figures]:
         """Return the rows of the first temperature, as `specbench tune` ranked them, else by speedup."""
         measured = [row for row in self._rows if row.config.kind == "speculative" and row.measured]
         if not measured:
@@ -248,7 +249,7 @@ class RunSettings:
             ),
         )
 
-    def _setting(self, row: SummaryRow) -> Setting:
+    def _setting(self, row: Figures) -> Setting:
         """Return the setting of a row.
 
         Without a fixed γ it has that of the fastest measured row with its drafter, or else the mean accepted length.
@@ -262,8 +263,7 @@ class RunSettings:
                 fixed = self._setting(max(same, key=lambda other: other.speedup.value))
                 gamma, reason = fixed.gamma, "the fastest that was measured with this drafter"
             else:
-                steps = by_config(self._results)[config.id]
-                accepted = steps.take(steps["drafted"] > 0)["accepted"]
+                accepted = row.steps["accepted"][row.steps["drafted"] > 0]
                 mean = float(np.mean(accepted)) if len(accepted) else 1.0
                 gamma, reason = (
                     max(1, round(mean)),
@@ -282,12 +282,12 @@ class RunSettings:
             head=None if of_target else self._run.heads.get(config.drafter),
         )
 
-    def _measured(self, row: SummaryRow) -> MeasuredSetting:
+    def _measured(self, row: Figures) -> MeasuredSetting:
         sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
         best = row.config.id in self._winners
         return MeasuredSetting(row.config.id, row.config.label, row.speedup, "faster" if best else sure, best)
 
-    def _with_fixed_gamma(self, row: SummaryRow) -> list[SummaryRow]:
+    def _with_fixed_gamma(self, row: Figures) -> list[Figures]:
         """Return the measured rows of the same drafter that have a fixed γ, under the same condition."""
         config = row.config
         return [

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from specbench.base.load import LoadSnapshot
-    from specbench.results.results import Results
     from specbench.results.summary import Summary
 
 FEW_PROMPTS = 8
@@ -213,8 +212,9 @@ def _gravest(entries: Sequence[Mismatch]) -> bool | None:
     return next(each for each in (False, None, True) if each in ties)
 
 
-def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
+def server_warnings(summary: Summary) -> Iterator[RunWarning]:
     """Yield what is doubtful about the answers of servers."""
+    results = summary.results
     done = results.done[["drafter", "new_tokens", "token_ids"]]
     answers = results.answers.join(done, how="inner")
     started = results.run.options.get("engine") is not None  # whose counts are of one kind
@@ -244,14 +244,14 @@ def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
                 "Make it stream its answers; results that include TTFT are right either way.",
             )
     for row in summary.rows:
-        if row.cached_share > CACHED:
+        if row.cached_share.value > CACHED:
             yield RunWarning(
                 "prompt-cache",
                 "warning",
-                f"{row.config.label}: {row.cached_share:.0%} of the prompts' tokens came from a cache that could not be"
-                " switched off, so its time to the first token is too short.",
+                f"{row.config.label}: {row.cached_share.value:.0%} of the prompts' tokens came from a cache that could"
+                " not be switched off, so its time to the first token is too short.",
                 "Start it without a prompt cache.",
-                {"share": row.cached_share},
+                {"share": row.cached_share.value},
             )
         warming = row.warming
         if warming.low is not None and warming.low > 1:
@@ -282,22 +282,11 @@ def failures(frame: pd.DataFrame) -> Iterator[RunWarning]:
         )
 
 
-def review(results: Results, summary: Summary | None = None) -> list[RunWarning]:
-    """Return everything that is doubtful about one stored run.
-
-    Args:
-        results: The run.
-        summary: Its summary if there is one already.
-    """
-    run, generations, done = results.run, results.generations, results.done
+def review(summary: Summary) -> list[RunWarning]:
+    """Return everything that is doubtful about one stored run."""
+    run, generations, done = summary.run, summary.results.generations, summary.results.done
     if done.empty:
         return list(failures(generations))
-    if summary is None:
-        from specbench.results.summary import summarize
-
-        summary = summarize(results)
-    from specbench.results.requests import blind_drafters
-
     seen = Counter(name for names in generations["warnings"] for name in set(names))
     found: list[RunWarning | None] = [*warn_of_disturbances(len(generations), seen)]
     sure = [row for row in summary.rows if row.measured and row.speedup.low is not None]
@@ -313,7 +302,6 @@ def review(results: Results, summary: Summary | None = None) -> list[RunWarning]
     for entry in run.differences or ():
         differences.setdefault(labels.get(entry.config, entry.config), []).append(entry)
     found += tokens_differ(differences, prompts, rounded=quantized(run.target.dtype or ""), over=summary.over)
-    found += blind_drafters(summary)
     if summary.over != PLAIN:
-        found += server_warnings(results, summary)
+        found += server_warnings(summary)
     return [warning for warning in found if warning is not None] + list(failures(generations))

@@ -10,37 +10,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any
+
+import pandas as pd
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, Json, finite_or_none
 from specbench.base.textsafe import counted, listed, one_line
 from specbench.results import stats
-from specbench.results.pairs import paired_generations, whole_speed
+from specbench.results.metrics import RATES
+from specbench.results.pairs import whole_speed
 from specbench.results.results import Results
 from specbench.results.run import PLAIN, Run, find_config
-from specbench.results.summary import disturbance
+from specbench.results.summary import Summary, disturbance
 from specbench.rows import Row
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 COMPARISON_VERSION = 1
 """Version of ``to_json``. 1: first release."""
 
-Measure: TypeAlias = Literal["speed", "speedup"]
-"""Decode tokens/s, or their ratio to the baseline of the same run."""
+SPEEDS = ("tokens_per_second", "ttft_s")
+"""Figures that depend on the machine."""
+
+SPEEDUPS = {"speedup": "ratio", "speedup_total": "ratio_total"}
+"""Figures over the baseline of the same run, by their columns of ``paired_generations``."""
+
+COMPARED = (*SPEEDS, *SPEEDUPS, *RATES)
+"""Figures that can be compared."""
 
 _KEY = ["prompt", "turn", "repeat"]
 _MACHINE = {"cpu": "processor", "physical_cores": "cores", "cores": "logical cores", "ram_gb": "memory in GB",
             "devices": "accelerators"}  # fmt: skip
 _SOFTWARE = ("os", "python", "torch", "transformers", "specbench", "git_commit", "cpu_capability", "threads",
              "huge_pages")  # fmt: skip
-_OPTIONS = {
-    "max_new_tokens": "new tokens",
-    "ignore_eos": "ignore end tokens",
-    "turns": "turns",
-}
+_OPTIONS = {"max_new_tokens": "new tokens", "ignore_eos": "ignore end tokens", "turns": "turns"}
+_WORDS = {"faster": "higher", "slower": "lower"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,9 @@ class ComparedRow:
 
     Attributes:
         category: ``None`` for all prompts.
-        a, b: Speed (tokens/s) or speedup of each, as the geometric mean over the prompts that both have.
+        a, b: The figure of each, over the prompts that both have.
         ratio: A over B; NaN without common prompts.
-        verdict: Whether A is faster or slower, according to the interval.
-        provisional: Whether the verdict rests on disturbed measurements, whose interval is wider.
+        provisional: Whether a verdict rests on disturbed measurements, whose interval is wider.
     """
 
     config_a: str
@@ -62,25 +64,12 @@ class ComparedRow:
     a: Estimate
     b: Estimate
     ratio: Estimate
-    verdict: stats.Verdict
     provisional: bool = False
 
     @property
-    def verdict_text(self) -> str:
-        return stats.verdict_text(self.verdict, self.provisional)
-
-    @classmethod
-    def of(
-        cls,
-        rows: tuple[Row, Row],
-        label: str,
-        category: str | None,
-        a: Estimate,
-        b: Estimate,
-        ratio: Estimate,
-    ) -> ComparedRow:
-        """Return the row of two configurations, with the verdict on their ratio."""
-        return cls(rows[0].id, rows[1].id, label, category, a, b, ratio, stats.verdict(ratio))
+    def verdict(self) -> stats.Verdict:
+        """Whether A is above or below B, according to the interval."""
+        return stats.verdict(self.ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +78,7 @@ class Compared:
 
     Attributes:
         a, b: Names of the two sides.
+        metric: What is compared, one of ``COMPARED``.
         rows: For each configuration: a row for all prompts, then a row for each category if there are several.
         notes: Sentences that explain the table.
         disturbance: Why verdicts are provisional; empty if they are not.
@@ -96,7 +86,7 @@ class Compared:
 
     a: str
     b: str
-    measure: Measure
+    metric: str
     rows: list[ComparedRow]
     notes: list[str]
     disturbance: str = ""
@@ -117,11 +107,17 @@ class Compared:
             if not self.disturbance
         ]
 
+    def verdict_text(self, row: ComparedRow) -> str:
+        """Return a row's verdict; of what is no speed, whether A is higher or lower."""
+        is_speed = self.metric == "tokens_per_second" or self.metric in SPEEDUPS
+        verdict = row.verdict if is_speed else _WORDS.get(row.verdict, row.verdict)
+        return stats.verdict_text(verdict, row.provisional)
+
 
 # --- Two configurations of one run ----------------------------------------------------------------
 
 
-def compare_configs(results: Results, a: str, b: str) -> Compared:
+def compare_configs(results: Results, a: str, b: str, metric: str = "tokens_per_second") -> Compared:
     """Compare configuration ``a`` with ``b`` of one run, each given by id or label.
 
     Raises:
@@ -131,36 +127,26 @@ def compare_configs(results: Results, a: str, b: str) -> Compared:
     if first.id == second.id:
         raise UsageError("A configuration is compared with itself.", "Name two configurations.")
     label_a, label_b = one_line(first.label), one_line(second.label)
-    pairs = side_by_side(results, first.id, second.id)
-    if pairs.empty:
+    frame = _values(Summary(results), metric)
+    rows = list(_rows(first, second, frame, frame, label_a, metric, at_once=True))
+    if not rows:
         raise UsageError(
             f"{label_a} and {label_b} have no finished generation in common.", "Continue the sweep."
         )
-    rows = []
-    for category, mine in _by_category(pairs):
-        prompts, repeats = mine["prompt"].to_numpy(), mine["repeat"].to_numpy()
-        speed_a, speed_b, ratio = (
-            stats.geometric_mean(values.to_numpy(), prompts, repeats)
-            for values in (mine["a"], mine["b"], mine["a"] / mine["b"])
-        )
-        rows.append(ComparedRow.of((first, second), label_a, category, speed_a, speed_b, ratio))
     notes = [
-        "A / B: decode tokens/s of A over those of B, geometric mean over prompts; above 1, A is faster."
+        f"A / B: {_what(metric)} of A over those of B, {_mean(metric)}; above 1, A is {_more(metric)}."
         " Both decoded each prompt back to back.",
-        *_batch_notes(first, second),
+        *_batch_notes(metric, first, second),
         *_interval_notes(rows),
     ]
-    return _with_disturbance(Compared(label_a, label_b, "speed", rows, notes), disturbance(results))
+    return _with_disturbance(Compared(label_a, label_b, metric, rows, notes), disturbance(results))
 
 
 def _with_disturbance(compared: Compared, why: str) -> Compared:
-    if not why:
+    if not why or compared.metric in RATES:
         return compared
-    rows = []
-    for row in compared.rows:
-        ratio = stats.widened(row.ratio)
-        verdict = stats.verdict(ratio)
-        rows.append(replace(row, ratio=ratio, verdict=verdict, provisional=verdict != "cannot tell"))
+    rows = [replace(row, ratio=stats.widened(row.ratio)) for row in compared.rows]
+    rows = [replace(row, provisional=row.verdict != "cannot tell") for row in rows]
     explained = [stats.PROVISIONAL] if any(row.provisional for row in rows) else []
     return replace(compared, rows=rows, notes=[why, *explained, *compared.notes], disturbance=why)
 
@@ -171,8 +157,11 @@ def side_by_side(results: Results, a: str, b: str) -> pd.DataFrame:
     Returns:
         One row per pair with ``prompt, turn, repeat, category, a, b``.
     """
-    rows = _speeds(results)
-    ours, theirs = (rows[rows["config"] == config] for config in (a, b))
+    frame = _speeds(results)
+    return _paired(*(frame[frame["config"] == config] for config in (a, b)))
+
+
+def _paired(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     columns = [*_KEY, "value"]
     return ours[[*columns, "category"]].rename(columns={"value": "a"}).merge(
         theirs[columns].rename(columns={"value": "b"}), on=_KEY
@@ -189,7 +178,7 @@ def compare_runs(
     *,
     a: str | None = None,
     b: str | None = None,
-    measure: Measure | None = None,
+    metric: str | None = None,
 ) -> Compared:
     """Compare run A with run B: configurations matched by id, else by label, and paired by prompt.
 
@@ -197,11 +186,11 @@ def compare_runs(
         results_a, results_b: The runs.
         names: Names of the runs.
         a, b: Compare only configuration ``a`` of A with ``b`` of B; if only one of the two is given, it names both.
-        measure: What to compare; ``None`` is speeds if both machines are of one kind, otherwise speedups.
+        metric: One of ``COMPARED``; ``None`` is tokens per second if both machines are of one kind, otherwise speedups.
 
     Raises:
         UsageError: Both are the same run, their targets differ, they have no configuration or prompt in common, or
-            ``measure`` is speed and the machines differ.
+            ``metric`` is a speed and the machines differ.
     """
     run_a, run_b = results_a.run, results_b.run
     if run_a.run_id == run_b.run_id:
@@ -213,42 +202,40 @@ def compare_runs(
     if targets:
         raise UsageError(f"The targets differ ({targets}).", "Compare runs of one target.")
     machines = _differing_machines(run_a, run_b)
-    if machines and measure == "speed":
+    if machines and metric in SPEEDS:
         raise UsageError(
             f"The runs were made on different machines ({machines}), so their speeds cannot be compared.",
-            "Compare speedups: --measure speedup.",
+            "Compare speedups: --metric speedup.",
         )
-    measure = measure or ("speedup" if machines else "speed")
-    matches = _matched(run_a, run_b, a, b, measure)
-    values = [_values(each, measure) for each in (results_a, results_b)]
+    metric = metric or ("speedup" if machines else "tokens_per_second")
+    matches = _matched(run_a, run_b, a, b, metric)
+    values = [_values(Summary(each), metric) for each in (results_a, results_b)]
     prompts, prompt_notes = _common_prompts(results_a, results_b)
+    mine, other = (each[each["prompt"].isin(prompts)] for each in values)
     rows: list[ComparedRow] = []
     missing: list[str] = []
     for match in matches:
-        ours, theirs = (
-            each[(each["config"] == config.id) & each["prompt"].isin(prompts)]
-            for each, config in zip(values, match, strict=True)
-        )
-        found = list(_rows(*match, ours, theirs))
+        label = " / ".join(dict.fromkeys(one_line(config.label) for config in match))
+        found = list(_rows(*match, mine, other, label, metric))
         rows += found
         missing += [] if found else [one_line(match[0].label)]
     if not rows:
         what = "prompt" if not prompts else "finished generation"
         raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
     over = _baselines(run_a, run_b)
-    what = "decode tokens/s" if measure == "speed" else f"speedup over {over} of its own run,"
+    what = f"{_what(metric)} over {over} of its own run," if metric in SPEEDUPS else _what(metric)
     notes = [
-        f"A / B: {what} of A over that of B, geometric mean over the prompts that both have; above 1, A is faster.",
-        *_batch_notes(*(config for match in matches for config in match)),
+        f"A / B: {what} of A over that of B, {_mean(metric)} that both have; above 1, A is {_more(metric)}.",
+        *_batch_notes(metric, *(config for match in matches for config in match)),
     ]
-    if machines:
+    if machines and metric in SPEEDUPS:
         notes.append(
             f"The machines differ ({machines}), so only the speedups over {over} of each run are compared."
         )
-    if measure == "speed":
+    if metric in SPEEDS:
         notes.append(
             "The runs were not made at the same time: changes of the machine between them are in the ratios and not in"
-            f" their intervals. --measure speedup compares each with {over} of its own run instead."
+            f" their intervals. --metric speedup compares each with {over} of its own run instead."
         )
     notes += [*_difference_notes(run_a, run_b), *prompt_notes]
     if missing:
@@ -259,41 +246,90 @@ def compare_runs(
             notes.append(f"Only in {'AB'[side]} ({one_line(names[side])}): {listed(only)}.")
     notes += _interval_notes(rows)
     reasons = zip("AB", map(disturbance, (results_a, results_b)), strict=True)
-    compared = Compared(one_line(names[0]), one_line(names[1]), measure, rows, notes)
+    compared = Compared(one_line(names[0]), one_line(names[1]), metric, rows, notes)
     return _with_disturbance(compared, " ".join(f"{side}: {why}" for side, why in reasons if why))
 
 
-def _rows(config_a: Row, config_b: Row, ours: pd.DataFrame, theirs: pd.DataFrame) -> Iterator[ComparedRow]:
-    """Yield a row for all prompts, then one for each category; turns that only one run has finished are left out."""
+# --- Values ---------------------------------------------------------------------------------------
+
+
+def _rows(
+    config_a: Row, config_b: Row, ours: pd.DataFrame, theirs: pd.DataFrame, label: str, metric: str,
+    *, at_once: bool = False,
+) -> Iterator[ComparedRow]:  # fmt: skip
+    """Yield a row for all prompts, then one for each category if there are several; turns that only one side has
+    finished are left out. What was measured ``at_once`` is paired one by one.
+    """
+    ours, theirs = ours[ours["config"] == config_a.id], theirs[theirs["config"] == config_b.id]
     turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
     ours, theirs = ours.merge(turns), theirs.merge(turns)
-    label = one_line(config_a.label)
-    if config_a.id != config_b.id and config_a.label != config_b.label:
-        label = f"{label} / {one_line(config_b.label)}"
+    compare = _of_sums if metric in RATES else _of_pairs if at_once else _of_prompts
     for category, mine in _by_category(ours) if len(ours) else ():
         other = theirs[theirs["prompt"].isin(mine["prompt"])]
-        sides = [
-            (each["value"].to_numpy(), each["prompt"].to_numpy(), each["repeat"].to_numpy())
-            for each in (mine, other)
-        ]
-        ratio = stats.compare(*sides[0], *sides[1])
-        speed_a, speed_b = (stats.geometric_mean(*side) for side in sides)
-        yield ComparedRow.of((config_a, config_b), label, category, speed_a, speed_b, ratio)
+        a, b, ratio = compare(mine, other)
+        yield ComparedRow(config_a.id, config_b.id, label, category, a, b, ratio)
+
+
+_Three = tuple[Estimate, Estimate, Estimate]
+
+
+def _of_pairs(ours: pd.DataFrame, theirs: pd.DataFrame) -> _Three:
+    """Return A, B and their ratio from values that are paired one by one."""
+    pairs = _paired(ours, theirs)
+    prompts, repeats = pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
+    a, b, ratio = (
+        stats.geometric_mean(values.to_numpy(), prompts, repeats)
+        for values in (pairs["a"], pairs["b"], pairs["a"] / pairs["b"])
+    )
+    return a, b, ratio
+
+
+def _of_prompts(ours: pd.DataFrame, theirs: pd.DataFrame) -> _Three:
+    """Return the same from values that are paired by prompt."""
+    a, b = (
+        (each["value"].to_numpy(), each["prompt"].to_numpy(), each["repeat"].to_numpy())
+        for each in (ours, theirs)
+    )
+    return stats.geometric_mean(*a), stats.geometric_mean(*b), stats.compare(*a, *b)
+
+
+def _of_sums(ours: pd.DataFrame, theirs: pd.DataFrame) -> _Three:
+    """Return the same from the sums of each prompt that make a rate."""
+    both = ours.merge(theirs, on="prompt", suffixes=("_a", "_b"))
+    a, of_a, b, of_b = (both[name].to_numpy() for name in ("value_a", "of_a", "value_b", "of_b"))
+    prompts = both["prompt"].to_numpy()
+    rates = [stats.pooled_rate(*sums, prompts) for sums in ((a, of_a), (b, of_b))]
+    return rates[0], rates[1], stats.pooled_speedup(a, of_a, b, of_b, prompts)
 
 
 def _speeds(results: Results) -> pd.DataFrame:
     """Return decode speeds with their keys; for requests of a batch, speeds from arrival to end."""
-    columns = ["config", "category", "group", *_KEY, "tokens_per_second", "new_tokens", "total_s"]
-    ok = results.done[columns].copy()
-    ok["tokens_per_second"] = ok["tokens_per_second"].where(ok["group"] == "", whole_speed(ok))
-    return ok[ok["tokens_per_second"] > 0].rename(columns={"tokens_per_second": "value"})
+    done = results.done
+    speeds = done["tokens_per_second"].where(done["group"] == "", whole_speed(done))
+    return done[["config", "category", *_KEY]].assign(value=speeds)[speeds > 0]
 
 
-def _values(results: Results, measure: Measure) -> pd.DataFrame:
-    if measure == "speed":
-        return _speeds(results)
-    pairs = paired_generations(results)[["config", "category", *_KEY, "ratio"]]
-    return pairs[pairs["ratio"] > 0].rename(columns={"ratio": "value"})
+def _values(summary: Summary, metric: str) -> pd.DataFrame:
+    """Return ``config, category, prompt, turn, repeat, value``; of a rate also ``of``, its denominator, by prompt."""
+    columns, done = ["config", "category", *_KEY], summary.results.done
+    if metric in RATES:
+        found = []
+        for row in summary.rows:
+            rows, part, whole = row.counts(metric)
+            outputs = rows["output"] if "output" in rows else rows.index.to_series()
+            sums = pd.DataFrame({"value": rows[part], "of": rows[whole]}, dtype=float)
+            sums = sums.groupby(outputs.map(done["prompt"])).sum().rename_axis("prompt").reset_index()
+            found.append(sums.assign(config=row.config.id))
+        categories = done.drop_duplicates("prompt").set_index("prompt")["category"]
+        frame = pd.concat(found)
+        return frame.assign(category=frame["prompt"].map(categories), turn=0, repeat=0)
+    if metric == "tokens_per_second":
+        return _speeds(summary.results)
+    if metric == "ttft_s":
+        return done[columns].assign(value=done["ttft_s"])
+    pairs = summary.pairs
+    value = pairs[SPEEDUPS[metric]]
+    return pairs[columns].assign(value=value)[value > 0]
 
 
 def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
@@ -305,14 +341,28 @@ def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]
             yield one_line(category), rows[rows["category"] == category]
 
 
+def _what(metric: str) -> str:
+    return (
+        "decode tokens/s" if metric == "tokens_per_second" else "speedup" if metric == "speedup" else metric
+    )
+
+
+def _mean(metric: str) -> str:
+    return "from the sums over the prompts" if metric in RATES else "geometric mean over the prompts"
+
+
+def _more(metric: str) -> str:
+    return "faster" if metric in ("tokens_per_second", *SPEEDUPS) else "higher"
+
+
 # --- What can be compared -------------------------------------------------------------------------
 
 
-def _matched(run_a: Run, run_b: Run, a: str | None, b: str | None, measure: Measure) -> list[tuple[Row, Row]]:
+def _matched(run_a: Run, run_b: Run, a: str | None, b: str | None, metric: str) -> list[tuple[Row, Row]]:
     if a is not None or b is not None:
         pair = find_config(run_a, str(a or b), "run A"), find_config(run_b, str(b or a), "run B")
         for config in pair:
-            if measure == "speedup" and config.id == config.baseline:
+            if metric in SPEEDUPS and config.id == config.baseline:
                 raise UsageError(
                     f"{one_line(config.label)} is the baseline, so it has no speedup.",
                     "Name another configuration.",
@@ -322,10 +372,10 @@ def _matched(run_a: Run, run_b: Run, a: str | None, b: str | None, measure: Meas
     found = [
         (config, by_id[config.id])
         for config in run_a.configs
-        if config.id in by_id and not (measure == "speedup" and config.id == config.baseline)
+        if config.id in by_id and not (metric in SPEEDUPS and config.id == config.baseline)
     ]
     if not found:
-        unless_baseline = " except the baseline" if measure == "speedup" else ""
+        unless_baseline = " except the baseline" if metric in SPEEDUPS else ""
         raise UsageError(
             f"The runs have no configuration in common{unless_baseline}.",
             "Name one of each: `specbench compare RUN:A RUN:B`.",
@@ -389,8 +439,8 @@ def _baselines(run_a: Run, run_b: Run) -> str:
     return f"the {PLAIN}" if a == PLAIN else f"the server {a}"
 
 
-def _batch_notes(*configs: Row) -> Iterator[str]:
-    if any(config.condition.batch is not None for config in configs):
+def _batch_notes(metric: str, *configs: Row) -> Iterator[str]:
+    if metric == "tokens_per_second" and any(config.condition.batch is not None for config in configs):
         yield "With a batch, a request's tokens/s count from its arrival to its end, including TTFT and waiting."
 
 
@@ -415,7 +465,7 @@ def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:
 def _interval_notes(rows: Sequence[ComparedRow]) -> Iterator[str]:
     bases = [row.ratio.basis for row in rows]
     if "prompts" in bases:
-        yield "In brackets the 95% interval over prompts. Faster or slower: it lies wholly above or below 1."
+        yield "In brackets the 95% interval over prompts. Verdict: whether it lies wholly above or below 1."
     if "repeats" in bases:
         yield "*: one prompt; the interval is over its repeats, holds within that prompt only, and is no verdict."
 
@@ -450,7 +500,7 @@ def to_json(compared: Compared, fail_below: float | None = None) -> Json:
                 for end, part in (("", "value"), ("_low", "low"), ("_high", "high"))
             },
             "basis": row.ratio.basis,
-            "verdict": row.verdict,
+            "verdict": compared.verdict_text(replace(row, provisional=False)),
             "provisional": row.provisional,
         }
         for row in compared.rows
@@ -460,7 +510,7 @@ def to_json(compared: Compared, fail_below: float | None = None) -> Json:
         "kind": "specbench-comparison",
         "a": compared.a,
         "b": compared.b,
-        "measure": "tokens_per_second" if compared.measure == "speed" else "speedup",
+        "metric": compared.metric,
         "confidence": stats.CONFIDENCE,
         "rows": rows,
         "notes": compared.notes,

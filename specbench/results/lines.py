@@ -101,18 +101,6 @@ class StepLists(Record):
     policy: Annotated[
         dict[str, list[Figure | None]], doc("what the draft policy noted, for each name a list; see below")
     ] = {}
-    widths: Annotated[
-        list[list[Small]],
-        doc(
-            "of trees, else empty: for each step a list over its tested positions, the number of nodes there"
-        ),
-    ] = []
-    ranks: Annotated[
-        list[list[Small]],
-        doc(
-            "of trees, else empty: for each step a list over its accepted nodes, the number of siblings before each"
-        ),
-    ] = []
     parents: Annotated[
         list[list[Small]],
         doc(
@@ -131,19 +119,16 @@ class StepLists(Record):
 
     def __post_init__(self) -> None:
         count = len(self.drafted)
-        optional = (self.closing, self.widths, self.ranks, self.parents, self.experts, self.experts_one)
+        optional = (self.closing, self.parents, self.experts, self.experts_one)
         lists = [getattr(self, name) for name in (*STEP_FIGURES, "expected_acceptance")]
         lists += [*filter(None, optional), *self.policy.values()]
-        if any(len(each) != count for each in lists):
-            raise ValueError("the lists of steps differ in length")
-        if bool(self.widths) != bool(self.ranks):
-            raise ValueError("widths without ranks")
-        if bool(self.experts) != bool(self.experts_one):
-            raise ValueError("experts of passes without those of a token")
-        if sum(map(len, self.expected_acceptance)) != sum(self.tested):
-            raise ValueError("the numbers of expected acceptances and of tested positions differ")
-        if any(parent > node for each in self.parents for node, parent in enumerate(each)):
-            raise ValueError("a node stands before its parent")
+        if (
+            any(len(each) != count for each in lists)
+            or bool(self.experts) != bool(self.experts_one)
+            or sum(map(len, self.expected_acceptance)) != sum(self.tested)
+            or any(parent > node for each in self.parents for node, parent in enumerate(each))
+        ):
+            raise ValueError("the lists of steps do not fit together")
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> StepLists:
@@ -169,8 +154,6 @@ class StepLists(Record):
             expected_acceptance=[[round(value, 9) for value in step.expected_acceptance] for step in steps],
             closing=[step.closing for step in steps],
             policy={name: [rounded(step.policy.get(name)) for step in steps] for name in notes},
-            widths=[list(step.widths) for step in trees],
-            ranks=[list(step.ranks) for step in trees],
             parents=[[node + 1 for node in step.parents or ()] for step in trees],
             experts=[each.total for each in read],
             experts_one=[round(each.one, 3) for each in read],

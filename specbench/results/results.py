@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from sys import intern
 from types import UnionType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from specbench.results.lines import (
     StepLists,
 )
 from specbench.results.run import Run
-from specbench.results.steps import Steps
+from specbench.results.steps import step_frame
 from specbench.results.store import GENERATIONS, distinct, find_runs, read_lines, read_run
 from specbench.rows import Condition, Row
 from specbench.specs.sweeps import Arrivals
@@ -107,9 +107,23 @@ class Results:
         return self.generations[self.generations["status"] == "ok"]
 
     @cached_property
-    def steps(self) -> Steps:
-        """All steps of the generations that finished."""
-        return Steps.of(self.generations)
+    def steps(self) -> pd.DataFrame:
+        """A row per step of the generations that finished, see ``step_frame``."""
+        return step_frame(self.generations)
+
+    def table(self, by: Literal["category"] | None = None) -> pd.DataFrame:
+        """Return the figures of a report: a row for each configuration, or for each with a category.
+
+        Its columns are ``config``, the fields of the configuration, and the names in [the metrics](metrics.md), with
+        ``_low`` and ``_high`` for the ends of intervals.
+
+        Examples:
+            >>> results.table()["speedup"].notna().any()
+            True
+        """
+        from specbench.results.summary import Summary
+
+        return Summary(self).table(by)
 
 
 def load_results(path: str | Path) -> Results:

@@ -6,83 +6,65 @@ piece of thinking arrived, and its drafts are not known by part.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
-import pandas as pd
+from msgspec import structs
 
-from specbench.base.record import BASELINE, ratio
-from specbench.results import stats
 from specbench.results.results import Results
-from specbench.results.summary import configs_of
-from specbench.rows import Row
-
-_FIGURES = ("tokens", "seconds", "steps", "drafted", "accepted")
+from specbench.results.summary import Summary
 
 
 def part_rows(results: Results) -> list[SimpleNamespace]:
     """Return both parts of each configuration that thought, in the order of the run.
 
     Returns:
-        For each ``config`` and ``part``, ``thinking`` or ``answer``, after the first emission: ``tokens`` of all
-        generations; ``share`` and ``time_share``, of the tokens and of the seconds of both parts; ``tokens_per_second``
-        and ``speedup`` over the same part of the baseline, geometric means over prompts; ``tokens_per_step`` and
-        ``acceptance_rate``, pooled over all steps. NaN stands for what is not known.
+        For each: its ``figures``, those of its outputs cut down to the part; ``config`` and ``part``, ``thinking`` or
+        ``answer``, after the first emission; ``tokens`` of all outputs; ``share`` and ``time_share``, of the tokens and
+        of the seconds of both parts. NaN stands for what is not known.
     """
-    thought = results.done[results.done["thinking_tokens"] > 0]
-    if thought.empty:
-        return []
-    parts = pd.DataFrame([each for _, row in thought.iterrows() for each in _parts(row)])
-    parts["speed"] = parts["tokens"] / parts["seconds"].where(parts["seconds"] > 0)
-    keys = ["prompt", "turn", "repeat", "part"]
-    base = parts[["config", *keys, "speed"]].rename(columns={"config": "baseline", "speed": "base"})
-    parts = parts.merge(base, on=["baseline", *keys], how="left")
-    parts["ratio"] = parts["speed"] / parts["base"]
+    both = {part: Summary(_only(results, part)) for part in ("thinking", "answer")}
+    sums = {
+        part: summary.outputs.groupby("config")[["new_tokens", "decode_s"]].sum().astype(float)
+        for part, summary in both.items()
+    }
+    whole = sums["thinking"] + sums["answer"]
+    shares = {part: mine / whole.where(whole > 0) for part, mine in sums.items()}
     return [
-        _row(config, part, mine, mine[mine["part"] == part])
-        for config in configs_of(results)
-        for mine in [parts[parts["config"] == config.id]]
-        for part in ("thinking", "answer")
-        if len(mine)
+        SimpleNamespace(
+            figures=figures,
+            config=figures.config,
+            part=part,
+            tokens=int(sums[part]["new_tokens"][figures.config.id]),
+            share=float(shares[part]["new_tokens"][figures.config.id]),
+            time_share=float(shares[part]["decode_s"][figures.config.id]),
+        )
+        for pair in zip(*(summary.rows for summary in both.values()), strict=True)
+        for part, figures in zip(both, pair, strict=True)
     ]
 
 
-def _parts(row: pd.Series[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the figures of both parts of a generation."""
-    key = {name: row[name] for name in ("config", "baseline", "prompt", "turn", "repeat")}
-    whole = {"tokens": max(0, row["new_tokens"] - row["first_tokens"]), "seconds": row["decode_s"]}
-    emitted = np.array(row["steps"].emitted, dtype=np.int64)
-    if len(emitted):
-        starts = row["first_tokens"] + np.concatenate(([0], np.cumsum(emitted)[:-1]))
-        inside = starts < row["thinking_tokens"]
-        counts = {"tokens": emitted, "steps": np.ones_like(emitted)}
-        counts |= {name: np.array(getattr(row["steps"], name)) for name in ("drafted", "accepted")}
-        whole |= {name: float(values.sum()) for name, values in counts.items()}
-        thinking = {name: float(values[inside].sum()) for name, values in counts.items()}
+def _only(results: Results, part: str) -> Results:
+    """Return the outputs with thinking as if they had one part of them only."""
+    rows, steps = results.done[results.done["thinking_tokens"] > 0], results.steps
+    steps = steps[steps["output"].isin(rows.index)]
+    output, emitted = steps["output"], steps["emitted"]
+    start = emitted.groupby(output).cumsum() - emitted + output.map(rows["first_tokens"])
+    inside = start < output.map(rows["thinking_tokens"])
+    after_first = (rows["new_tokens"] - rows["first_tokens"]).clip(
+        lower=0
+    )  # those of servers, which have no steps
+    whole = emitted.groupby(output).sum().reindex(rows.index).fillna(after_first)
+    thought = (rows["thinking_tokens"] - rows["first_tokens"]).clip(0, after_first)
+    thought = emitted.where(inside, 0).groupby(output).sum().reindex(rows.index).fillna(thought)
+    if part == "thinking":
+        tokens, seconds, steps = thought, rows["thinking_s"], steps[inside]
     else:
-        known = min(row["thinking_tokens"], row["new_tokens"]) - row["first_tokens"]
-        thinking = {"tokens": max(0.0, known)}
-    thinking["seconds"] = row["thinking_s"]
-    yield {**key, "part": "thinking", **{name: thinking.get(name, math.nan) for name in _FIGURES}}
-    rest = {name: whole.get(name, math.nan) - thinking.get(name, math.nan) for name in _FIGURES}
-    yield {**key, "part": "answer", **rest}
-
-
-def _row(config: Row, part: str, both: pd.DataFrame, rows: pd.DataFrame) -> SimpleNamespace:
-    prompts, repeats = rows["prompt"].to_numpy(), rows["repeat"].to_numpy()
-    return SimpleNamespace(
-        config=config,
-        part=part,
-        tokens=int(rows["tokens"].sum()),
-        share=ratio(float(rows["tokens"].sum()), float(both["tokens"].sum())),
-        time_share=ratio(float(rows["seconds"].sum()), float(both["seconds"].sum())),
-        tokens_per_second=stats.geometric_mean(rows["speed"], prompts, repeats),
-        speedup=BASELINE
-        if config.id == config.baseline
-        else stats.geometric_mean(rows["ratio"], prompts, repeats),
-        tokens_per_step=stats.pooled_rate(rows["tokens"], rows["steps"], prompts, least=1.0),
-        acceptance_rate=stats.pooled_rate(rows["accepted"], rows["drafted"], prompts, most=1.0),
-    )
+        tokens, seconds, steps = whole - thought, rows["decode_s"] - rows["thinking_s"], steps[~inside]
+    rows = rows.assign(
+        group="", new_tokens=tokens, decode_s=seconds, total_s=seconds,
+        tokens_per_second=tokens / seconds.where(seconds > 0),
+    )  # fmt: skip
+    run = structs.replace(results.run, tuning=None)  # which measured whole outputs
+    view = Results(run, rows, results.groups[:0], results.answers[:0])
+    view.__dict__["steps"] = steps
+    return view

@@ -17,7 +17,6 @@ from msgspec import UNSET, UnsetType
 from specbench._version import __version__
 from specbench.base.errors import UsageError
 from specbench.base.record import Count, Json, Number, Record, finite, finite_or_none, to_dict, wrong_field
-from specbench.base.textsafe import excerpt
 from specbench.decoding.records import ExpertsRead, Prefill, Step, StepTimes
 
 TRACE_VERSION = 1
@@ -133,12 +132,6 @@ class TraceEnd(Record, tag_field="event", tag="end"):
 
 
 Event = TraceHeader | TracePrefill | TraceStep | TraceEnd
-_EVENTS: dict[str, type[Event]] = {
-    "header": TraceHeader,
-    "prefill": TracePrefill,
-    "step": TraceStep,
-    "end": TraceEnd,
-}
 
 
 def prefill_event(prefill: Prefill, piece: Callable[[int], str]) -> TracePrefill:
@@ -198,34 +191,23 @@ def read_trace(path: Path) -> Iterator[Event]:
 def parse_trace(file: BinaryIO, name: str) -> Iterator[Event]:
     """Read events like ``read_trace`` from an open binary file or pipe, called ``name`` in messages."""
     hint = "Give a file that `specbench generate --trace-file` wrote."
-    kind = ""
+    started = False
     for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
         if line.isspace():
             continue
-        bad = f"{name}, line {number} is damaged:" if kind else f"{name} is not a step trace: line {number}"
         try:
-            fields = json.loads(line.decode("utf-8"))
+            event = msgspec.convert(json.loads(line.decode("utf-8")), Event)
         except (ValueError, RecursionError) as error:
-            if kind and not line.endswith(b"\n"):
-                cut = f"{name}, line {number} is cut short: the run that wrote it ended there."
-                raise UsageError(cut, "Everything before it was read.") from error
-            raise UsageError(f"{bad} it is not JSON." if kind else f"{bad} is not JSON.", hint) from error
-        found = str(fields.get("event")) if isinstance(fields, dict) else ""
-        if not kind and found != "header":
-            raise UsageError(f"{bad} is not a header.", hint)
-        kind = found
-        if kind not in _EVENTS:
-            raise UsageError(f"{bad} it is not an event of a trace.", hint)
-        if kind == "header" and fields.get("trace_version") != TRACE_VERSION:
-            raise UsageError(
-                f"{name}, line {number} is of version {excerpt(fields.get('trace_version'), 20)}, and this specbench"
-                f" reads version {TRACE_VERSION}.",
-                "Write the trace again.",
+            field = wrong_field(error) if isinstance(error, msgspec.ValidationError) else "it"
+            what = (
+                f"is damaged: {field or 'it'} is missing or wrong" if line.endswith(b"\n") else "is cut short"
             )
-        try:
-            event = msgspec.convert(fields, _EVENTS[kind])
-        except ValueError as error:
-            raise UsageError(f"{bad} {kind}.{wrong_field(error)} is missing or wrong.", hint) from error
+            raise UsageError(f"{name}, line {number} {what}.", hint) from error
+        started = started or isinstance(event, TraceHeader)
+        if not started or (isinstance(event, TraceHeader) and event.trace_version != TRACE_VERSION):
+            break
         yield event
-    if not kind:
-        raise UsageError(f"{name} is not a step trace: it is empty.", hint)
+    else:
+        if started:
+            return
+    raise UsageError(f"{name} is not a step trace of version {TRACE_VERSION}.", hint)

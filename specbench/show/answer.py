@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from specbench.base.textsafe import listed, one_line
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
-from specbench.results.experts import experts_by_rows, experts_sentence
-from specbench.results.requests import Curve, batch_curves, context_curves, size_of
-from specbench.results.results import Results
+from specbench.results.metrics import Figures
 from specbench.results.run import FOREIGN, PLAIN, TuningAnswer
-from specbench.results.summary import Summary, SummaryRow
+from specbench.results.summary import Curve, Summary, size_of
 from specbench.rows import Row
 from specbench.show.document import Code, Paragraph, Part
 from specbench.show.tables import identity_text
@@ -45,38 +44,31 @@ class Answer:
 
 
 def find_answers(
-    results: Results,
-    summary: Summary,
-    categories: Sequence[SummaryRow],
-    recipes: Mapping[str, Recipe] | None = None,
-    more: Sequence[str] = (),
+    summary: Summary, recipes: Mapping[str, Recipe] | None = None, more: Sequence[str] = ()
 ) -> list[Answer]:
     """Return one answer per temperature.
 
     Args:
-        results: A run.
-        summary, categories: The run's metrics, in total and by category.
+        summary: The figures of a run.
         recipes: Recipes with the paths of models, by configuration id; ``None`` for the recipes stored in the run.
         more: Additional options of the commands.
     """
-    stored = {row.id: row.recipe for row in results.run.configs if row.recipe is not None}
+    tuning = summary.run.tuning
+    stored = {row.id: row.recipe for row in summary.run.configs if row.recipe is not None}
     recipes = {**stored, **(recipes or {})}
     temperatures = list(dict.fromkeys(row.config.condition.temperature for row in summary.rows))
-    if results.run.tuning is not None and results.run.tuning.answer is not None:
-        answers = _Answers(results, summary, categories, recipes, more, summary.rows)
-        return [answers.of_tuning(results.run.tuning.answer)]
+    if tuning is not None and tuning.answer is not None:
+        return [_Answers(summary, recipes, more, summary.rows).of_tuning(tuning.answer)]
     found = []
     for temperature in temperatures:
         rows = [row for row in summary.rows if row.config.condition.temperature == temperature]
-        answers = _Answers(results, summary, categories, recipes, more, rows)
+        answers = _Answers(summary, recipes, more, rows)
         if any(row.config.condition.context is not None for row in rows):
             answer = answers.of_contexts()
-        elif rows[0].config.kind == "server":
-            answer = answers.of_servers()
         elif any(row.config.condition.is_closed for row in rows):
-            answer = answers.of_curves(batch_curves, list(_throughputs(answers.baselines("plain"))))
+            answer = answers.of_curves("batch", list(_throughputs(answers.baselines(rows[0].config.kind))))
         else:
-            answer = answers.of_one_request()
+            answer = answers.of_single_requests()
         if len(temperatures) > 1:
             when = "Greedy" if temperature == 0 else f"At temperature {temperature:g}"
             answer = replace(answer, headline=f"{when}: {answer.headline}")
@@ -88,12 +80,10 @@ def find_answers(
 class _Answers:
     """Finder of the answer for some rows of a run's summary; for the attributes see ``find_answers``."""
 
-    results: Results
     summary: Summary
-    categories: Sequence[SummaryRow]
     recipes: Mapping[str, Recipe]
     more: Sequence[str]
-    rows: Sequence[SummaryRow]
+    rows: Sequence[Figures]
 
     def of_tuning(self, stored: TuningAnswer) -> Answer:
         """Return the stored answer of `specbench tune`, with the command for its choice."""
@@ -107,10 +97,12 @@ class _Answers:
         same = self._same_outputs(chosen, self.summary.dtype)
         return Answer(headline, verdict, command=command, details=[*details, *same])
 
-    def of_one_request(self) -> Answer:
-        """Return the answer for prompts decoded one after the other."""
-        plain = self.baselines("plain")
-        measured = [row for row in self.rows if row.config.kind == "speculative" and row.measured]
+    def of_single_requests(self) -> Answer:
+        """Return the answer for prompts decoded one after the other, or for servers: the best over the baseline."""
+        over, server = self.summary.over, self.rows[0].config.kind == "server"
+        base = self.baselines("server" if server else "plain")
+        kind = "server" if server else "speculative"
+        measured = [row for row in self.rows if row.config.kind == kind and row.measured]
         references = [
             f"{one_line(row.config.label)} {stats.ratio_text(row.speedup)}"
             for row in self.rows
@@ -120,26 +112,24 @@ class _Answers:
             references
         )
         if not measured:
-            speed = (
-                f"plain decoding runs at {_speed(plain[0])}" if plain else "no plain generation has finished"
-            )
-            why = f"No speculative generation has finished; {speed}."
-            if any(row.generations for row in self.rows if row.config.kind == "speculative"):
-                why = "Nothing can be compared: drafts and plain decoding have finished no prompt in common."
+            speeds = ", ".join(map(_speed, base))
+            why = f"Nothing can be compared with {over}" + (f", which runs at {speeds}." if base else ".")
             return Answer(why, None, details=details)
+        best = max(measured, key=lambda row: (row.verdict == "faster", row.speedup.value))
         top = max(measured, key=lambda row: row.speedup.value)
-        best = next((row for row in measured if row.config.id in self.summary.winners), top)
-        said = "Speculation does not pay here.", "It is not certain that speculation pays here."
-        details = [*self._details(best, top, measured, plain), *details]
+        said = (
+            f"Nothing is faster than {over} here.",
+            f"It is not certain that anything is faster than {over} here.",
+        )
+        if not server:
+            said = "Speculation does not pay here.", "It is not certain that speculation pays here."
+        details = [*self._details(best, top, measured, base), *details]
+        command = "" if server else self._command_for(best)
         return Answer(
-            self._headline(best, *said),
-            best.verdict,
-            self._rivals(best, measured),
-            self._command_for(best),
-            details,
+            self._headline(best, *said), best.verdict, self._rivals(best, measured), command, details
         )
 
-    def _headline(self, best: SummaryRow, slower: str, unsure: str) -> str:
+    def _headline(self, best: Figures, slower: str, unsure: str) -> str:
         """Return the speedup of the best configuration; ``slower`` and ``unsure`` stand before one that is no gain."""
         if best.verdict == "faster":
             headline = self._speedups(best, by_category=True)
@@ -149,51 +139,25 @@ class _Answers:
             headline = f"{why} The best measured is {self._speedups(best)}"
         return f"{headline} {self.summary.disturbance}".strip()
 
-    def of_servers(self) -> Answer:
-        """Return the answer for servers: which one is faster than the first, or up to which batch size it is."""
-        over, base = self.summary.over, self.baselines("server")
-        measured = [row for row in self.rows if row.measured]
-        if not measured:
-            speeds = [
-                _speed(row)
-                + ("" if row.config.condition.batch is None else f" at batch {row.config.condition.batch}")
-                for row in base
-            ]
-            runs = f"{over} runs at {', '.join(speeds)}."
-            return Answer(runs if base else f"No generation of {over} has finished.", None)
-        if self._curves(batch_curves):
-            return self.of_curves(batch_curves, list(_throughputs(base)))
-        best = max(measured, key=lambda row: (row.verdict == "faster", row.speedup.value))
-        said = (
-            f"Nothing is faster than {over} here.",
-            f"It is not certain that anything is faster than {over} here.",
-        )
-        details = [
-            f"{one_line(best.config.name)} decodes at {_speed(best)}, {over} at {_speed(row)}."
-            for row in base[:1]
-        ]
-        details += self._same_outputs(best, None)
-        rivals = self._rivals(best, measured)
-        return Answer(self._headline(best, *said), best.verdict, rivals, details=details)
-
     def of_contexts(self) -> Answer:
         """Return the answer for lengths of context: the longest at which the best configuration pays."""
-        costs, details = self.results.run.costs, []
+        costs, details = self.summary.run.costs, []
         if costs is not None and costs.error is not None and 1 in costs.context_s and costs.target_s.get(1):
             details.append(
                 f"Each 1,000 tokens of context add {1e6 * costs.context_s[1]:.1f} ms to a pass of the target with one"
                 f" token ({costs.context_s[1] / costs.target_s[1]:.1%} of it); times by rows and context fit within"
                 f" {costs.error:.1%}."
             )
-        return self.of_curves(context_curves, details)
+        return self.of_curves("context", details)
 
-    def _curves(self, find: Callable[[Summary], Sequence[Curve]]) -> list[Curve]:
+    def _curves(self, over: Literal["batch", "context"]) -> list[Curve]:
         temperature = self.rows[0].config.condition.temperature
-        return [each for each in find(self.summary) if each[0].config.condition.temperature == temperature]
+        curves = self.summary.curves(over)
+        return [each for each in curves if each[0].config.condition.temperature == temperature]
 
-    def of_curves(self, find: Callable[[Summary], Sequence[Curve]], details: Sequence[str]) -> Answer:
+    def of_curves(self, load: Literal["batch", "context"], details: Sequence[str]) -> Answer:
         """Return the answer for speedups by batch size or context: how far the best configuration pays, then others."""
-        curves, over = self._curves(find), self.summary.over
+        curves, over = self._curves(load), self.summary.over
         if not curves:
             return Answer(
                 "No generation with drafts, or of another server, has finished in a closed loop of as many clients as"
@@ -218,13 +182,13 @@ class _Answers:
         same = self._same_outputs(row, None if server else self.summary.dtype)
         return Answer(headline, verdict, command=command, details=[*others, *details, *same])
 
-    def baselines(self, kind: str) -> list[SummaryRow]:
+    def baselines(self, kind: str) -> list[Figures]:
         return [row for row in self.rows if row.config.kind == kind and row.is_baseline and row.generations]
 
-    def _command(self, row: SummaryRow, *, drafts: bool) -> str:
+    def _command(self, row: Figures, *, drafts: bool) -> str:
         return generate_command(self.recipes.get(row.config.id), row.config, self.more, drafts=drafts)
 
-    def _command_for(self, row: SummaryRow) -> str:
+    def _command_for(self, row: Figures) -> str:
         """Return the command that decodes like a configuration,
         or plainly if drafting is slower; empty without a verdict.
         """
@@ -232,18 +196,18 @@ class _Answers:
             return ""
         return self._command(row, drafts=row.verdict != "slower")
 
-    def _same_outputs(self, row: SummaryRow, dtype: str | None) -> Iterator[str]:
-        if not math.isnan(row.identical_share):
+    def _same_outputs(self, row: Figures, dtype: str | None) -> Iterator[str]:
+        if not math.isnan(row.identical_share.value):
             yield identity_text([row], dtype, self.summary.over)
 
-    def _speedups(self, row: SummaryRow, *, by_category: bool = False) -> str:
+    def _speedups(self, row: Figures, *, by_category: bool = False) -> str:
         """Return a sentence with the speedup after the first token,
         if wanted by category, and with that of whole outputs.
         """
         text = f"{one_line(row.config.name)}: {stats.ratio_text(row.speedup)} over {self.summary.over}"
         cells = [
             cell
-            for cell in self.categories
+            for cell in self.summary.categories
             if by_category and cell.config.id == row.config.id and cell.speedup.low is not None
         ]
         cells.sort(key=lambda cell: cell.speedup.value)
@@ -255,7 +219,7 @@ class _Answers:
             text += f", {stats.ratio_text(row.speedup_total)} including the time to the first token"
         return f"{text}."
 
-    def _rivals(self, best: SummaryRow, measured: Sequence[SummaryRow]) -> str:
+    def _rivals(self, best: Figures, measured: Sequence[Figures]) -> str:
         others = [
             row
             for row in self.rows
@@ -265,50 +229,62 @@ class _Answers:
             return ""
         ties = [one_line(row.config.label) for row in measured if row is not best and self._tied(best, row)]
         missing = [
-            one_line(row.config.label) for row in others if not row.measured or row.prompts < best.prompts
+            one_line(row.config.label)
+            for row in others
+            if not row.measured or row.prompts.value < best.prompts.value
         ]
         said = [f"Perhaps equally fast: {listed(ties, _TIES)}."] if ties else []
         if missing:
             said.append(f"Not measured on all of its prompts: {listed(missing, _TIES)}.")
         return " ".join(said) or "All other configurations are slower than it."
 
-    def _tied(self, best: SummaryRow, other: SummaryRow) -> bool:
-        pairs = side_by_side(self.results, best.config.id, other.config.id)
+    def _tied(self, best: Figures, other: Figures) -> bool:
+        pairs = side_by_side(self.summary.results, best.config.id, other.config.id)
         ratio = stats.geometric_mean(
             (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
         )
         return stats.verdict(stats.widened(ratio) if best.provisional else ratio) == "cannot tell"
 
     def _details(
-        self, best: SummaryRow, top: SummaryRow, measured: Sequence[SummaryRow], plain: Sequence[SummaryRow]
+        self, best: Figures, top: Figures, measured: Sequence[Figures], base: Sequence[Figures]
     ) -> Iterator[str]:
         basis = best.speedup.basis
         if basis == "repeats":
             yield "Only one prompt was measured: the interval is over its repeats and says nothing about others."
         elif basis != "prompts":
             yield "Too few prompts or repeats for an interval: another run could give a very different result."
-        if best.prompts < (most := max(row.prompts for row in self.rows)):
-            yield f"It was measured on {best.prompts} of {most} prompts."
-        if plain:
-            yield f"It decodes at {_speed(best)}, plain decoding at {_speed(plain[0])}."
+        prompts, most = best.prompts.value, max(row.prompts.value for row in self.rows)
+        if prompts < most:
+            yield f"It was measured on {prompts:.0f} of {most:.0f} prompts."
+        if base:
+            yield f"It decodes at {_speed(best)}, {self.summary.over} at {_speed(base[0])}."
         if not math.isnan(best.acceptance_rate.value):
             tokens, rate = best.tokens_per_step.value, best.acceptance_rate.value
             yield f"A step emits {tokens:.2f} tokens on average; {rate:.0%} of the drafted tokens are accepted."
-        done = self.results.done
-        read = experts_by_rows(done[done["config"] == best.config.id])
-        if experts := experts_sentence(read):
-            yield experts
-        yield from self._same_outputs(best, self.summary.dtype)
+        yield from _experts(best)
+        yield from self._same_outputs(best, None if best.is_server else self.summary.dtype)
         fixed = [row for row in measured if _series(row) == _series(best)]
         if best.config.gamma is not None and len(fixed) > 1:
             longest, before = sorted(fixed, key=lambda row: -(row.config.gamma or 0))[:2]
             if longest is best and longest.speedup.value > before.speedup.value:
                 yield f"γ={best.config.gamma} is the longest draft measured, and the fastest: measure longer ones too."
         if top is not best:
-            ratio = stats.ratio_text(top.speedup)
-            yield f"{one_line(top.config.name)} measured {ratio}, but is not certain to be faster than plain decoding."
+            name, ratio = one_line(top.config.name), stats.ratio_text(top.speedup)
+            yield f"{name} measured {ratio}, but is not certain to be faster than {self.summary.over}."
         if basis == "prompts" and len(measured) > 1:
             yield f"The best of {len(measured)} on these prompts is slightly flattered: expect a little less on others."
+
+
+def _experts(row: Figures) -> Iterator[str]:
+    """Yield a sentence on what passes over the commonest numbers of tokens read; nothing without experts."""
+    steps = row.steps[row.steps["experts"].notna() & (row.steps["nodes"] > 0)]
+    read = steps[["experts", "experts_one"]].astype(float).groupby(steps["nodes"] + 1)
+    often = sorted(read.size().nlargest(_FEW, keep="first").index)
+    times = (read["experts"].sum() / read["experts_one"].sum()).reindex(often).dropna()
+    parts = [f"over {count} tokens {ratio:.1f} times" for count, ratio in times.items()]
+    if parts:
+        first = parts[0].replace("tokens", "tokens reads")
+        yield f"A target pass {', '.join([f'{first} the experts of one', *parts[1:]])}."
 
 
 def how_far_it_pays(rows: Curve, over: str = PLAIN) -> str:
@@ -319,11 +295,11 @@ def how_far_it_pays(rows: Curve, over: str = PLAIN) -> str:
         over: Name of the baseline.
     """
 
-    def place(row: SummaryRow) -> str:
+    def place(row: Figures) -> str:
         long = row.config.condition.context is not None
         return f"{size_of(row):,} tokens of context" if long else f"batch {size_of(row)}"
 
-    def at(row: SummaryRow) -> str:
+    def at(row: Figures) -> str:
         return f"{place(row)}, {stats.ratio_text(row.speedup)} over {over}"
 
     most = f"it measured most at {at(max(rows, key=lambda row: row.speedup.value))}"
@@ -346,7 +322,7 @@ def how_far_it_pays(rows: Curve, over: str = PLAIN) -> str:
     return f"pays at {at(paying[-1])}, yet {reaches}.{rest}"
 
 
-def _throughputs(plain: Sequence[SummaryRow]) -> Iterator[str]:
+def _throughputs(plain: Sequence[Figures]) -> Iterator[str]:
     closed = sorted((row for row in plain if row.config.condition.is_closed), key=size_of)
     if len(closed) > 1:
         what = one_line(plain[0].config.name) if plain[0].config.kind == "server" else "Plain decoding"
@@ -358,11 +334,11 @@ def _throughputs(plain: Sequence[SummaryRow]) -> Iterator[str]:
         )
 
 
-def _series(row: SummaryRow) -> tuple[str, str, float]:
+def _series(row: Figures) -> tuple[str, str, float]:
     return row.config.drafter, row.config.draft_policy, row.config.condition.temperature
 
 
-def _speed(row: SummaryRow) -> str:
+def _speed(row: Figures) -> str:
     speed = row.tokens_per_second
     text = f"{stats.decimals(speed.value)} tokens/s"
     if speed.low is None or speed.high is None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from specbench.results import stats
+from specbench.results.metrics import METRICS
 from specbench.show.document import Heading, Paragraph, Part, Sheet
-from specbench.show.tables import Column, ratio_text, table
+from specbench.show.tables import Column, table
 
 if TYPE_CHECKING:
     from specbench.results.compare import Compared, ComparedRow
@@ -38,19 +38,24 @@ def comparison_parts(compared: Compared) -> Iterator[Part]:
 
 def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label", "category"]) -> Sheet:
     """Return a table of rows; ``of`` is what names a row."""
-    is_speed = compared.measure == "speed"
-    unit = "tokens/s" if is_speed else "speedup"
-    form: Callable[[Any], str] = stats.decimals if is_speed else ratio_text
+    kind = METRICS[compared.metric]
+    sides = [Column(side, f"{side.upper()} {kind.heading}", kind.form, 1) for side in ("a", "b")]
     columns = (
-        Column(of, "configuration" if of == "label" else of, lambda name: name or "all"),
-        Column("ratio.prompts", "prompts", str, 2),
-        Column("a", f"A {unit}", form, 1),
-        Column("b", f"B {unit}", form, 1),
-        Column("ratio", "A / B", ratio_text),
-        Column("verdict_text", "verdict", str),
+        Column(of, "configuration" if of == "label" else of, "text"),
+        Column("ratio.prompts", "prompts", "count", 2),
+        *sides,
+        Column("ratio", "A / B", "ratio"),
     )
+    sheet = table(rows, columns)
     return replace(
-        table(rows, columns),
+        sheet,
+        headings=[*sheet.headings, "verdict"],
+        rows=[
+            [cells[0] or "all", *cells[1:], compared.verdict_text(row)]
+            for cells, row in zip(sheet.rows, rows, strict=True)
+        ],
+        values=[],
+        ranks=[*sheet.ranks, 0],
         left=frozenset({5}),
         styles={"faster": "green", "slower": "red"},
         elsewhere="with --json, or on a wider terminal",

@@ -20,7 +20,7 @@ from specbench.results import stats
 from specbench.results.advice import review
 from specbench.results.results import Results, load_results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
-from specbench.results.summary import Summary, categorize, summarize
+from specbench.results.summary import Summary
 from specbench.show import tables
 from specbench.show.answer import Answer, answer_parts, find_answers
 from specbench.show.document import Facts, Heading, Image, Items, Part, Sheet, to_markdown
@@ -100,13 +100,13 @@ def make_report(
         raise UsageError(
             "There is nothing to report: no generation of this run has finished.", "Continue its sweep."
         )
-    name, summary, categories = one_line(name), summarize(results), categorize(results)
-    answers, warnings = find_answers(results, summary, categories), _warnings(results, summary)
-    figures, missing = _figures(results, plots)
-    sheets = tables.service_sheets(results, summary, limits)
-    if categories:
-        sheets["By category"] = tables.category_sheet(categories, summary)
-    sheets |= tables.drafter_sheets(results)
+    name, summary = one_line(name), Summary(results, limits)
+    answers, warnings = find_answers(summary), _warnings(summary)
+    figures, missing = _figures(summary, plots)
+    sheets = tables.service_sheets(summary)
+    if summary.categories:
+        sheets["By category"] = tables.category_sheet(summary)
+    sheets |= tables.drafter_sheets(summary)
     parts: list[Part] = [Heading(name, 1)]
     for answer in answers:
         parts += [*answer_parts(answer), Items(answer.details)]
@@ -132,10 +132,10 @@ def _facts_part(pairs: Sequence[tuple[str, str]]) -> Facts:
     return Facts([(name, [(text, "")]) for name, text in pairs])
 
 
-def _figures(results: Results, folder: Path) -> tuple[list[Image], str]:
+def _figures(summary: Summary, folder: Path) -> tuple[list[Image], str]:
     """Return the figures of a run, and a sentence on those that are missing."""
     try:
-        drawn = draw_figures(results)
+        drawn = draw_figures(summary)
     except UsageError as error:
         return [], error.message
     images = []
@@ -162,8 +162,8 @@ def _figures(results: Results, folder: Path) -> tuple[list[Image], str]:
 # --- What is doubtful, how and on what it was measured ----------------------------------------------
 
 
-def _warnings(results: Results, summary: Summary) -> list[RunWarning]:
-    run, measured = results.run, len(results.generations)
+def _warnings(summary: Summary) -> list[RunWarning]:
+    run, results, measured = summary.run, summary.results, len(summary.outputs)
     found = []
     if not run.finished and not _is_tuned(run):
         searched = bool(run.options.get("tune") or run.tuning)  # which measures only part of its grid
@@ -180,7 +180,7 @@ def _warnings(results: Results, summary: Summary) -> list[RunWarning]:
     advice = "They are measured again with --resume."
     found += [RunWarning("lines", "warning", problem, advice) for problem in results.problems]
     gravity = ("error", "warning", "info").index
-    return sorted([*found, *review(results, summary)], key=lambda warning: gravity(warning.severity))
+    return sorted([*found, *review(summary)], key=lambda warning: gravity(warning.severity))
 
 
 def _is_tuned(run: Run) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from specbench.base.record import BASELINE, Estimate
@@ -12,12 +13,9 @@ from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
 from specbench.results import stats
 from specbench.results.acceptance import positions
-from specbench.results.goodput import goodput_rows
-from specbench.results.heads import best_measurement, distinct_trainings, head_rows
-from specbench.results.requests import PERCENTILES, request_rows
-from specbench.results.results import Results
+from specbench.results.metrics import METRICS, PERCENTILES, Figures
 from specbench.results.run import OTHER_ANSWERS, PLAIN
-from specbench.results.summary import Summary, SummaryRow
+from specbench.results.summary import Summary
 from specbench.results.thinking import part_rows
 from specbench.show.document import Sheet
 
@@ -58,7 +56,7 @@ def notes(summary: Summary) -> list[str]:
         out.append(_too_few(one))
     provisional = stats.PROVISIONAL if any(row.provisional for row in rows) else ""
     out += filter(None, (summary.stopping, summary.disturbance, provisional, summary.withheld))
-    differing: dict[str | None, list[SummaryRow]] = {}
+    differing: dict[str | None, list[Figures]] = {}
     for row in rows:
         label = row.config.label
         if _means_differ(row):
@@ -66,12 +64,10 @@ def notes(summary: Summary) -> list[str]:
                 f"{label}: all tokens over all seconds give {ratio_text(row.pooled_speedup)}, the mean over {unit}"
                 f" {ratio_text(row.speedup)}: its {short} differ."
             )
-        if row.identical_share < 1:
+        if row.identical_share.value < 1:
             differing.setdefault(row.difference, []).append(row)
-        if row.failures:
-            out.append(
-                f"{label}: {counted(row.failures, 'generation')} failed, not included in any other figure."
-            )
+        if failed := int(row.failures.value):
+            out.append(f"{label}: {counted(failed, 'generation')} failed, not included in any other figure.")
         if row.config.kind in OTHER_ANSWERS:
             out.append(
                 f"{label} searches for more probable answers than plain decoding: compare speeds only."
@@ -91,7 +87,7 @@ def notes(summary: Summary) -> list[str]:
     return [one_line(note) for note in out]
 
 
-def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLAIN) -> str:
+def identity_text(rows: Sequence[Figures], dtype: str | None, over: str = PLAIN) -> str:
     """Return a sentence on whether outputs equal those of the baseline, and why some do not.
 
     Args:
@@ -99,7 +95,7 @@ def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLA
         dtype: Dtype of the target.
         over: Name of the baseline.
     """
-    shares = sorted(row.identical_share for row in rows)
+    shares = sorted(row.identical_share.value for row in rows)
     if shares[0] == 1:
         return f"Outputs are token for token those of {over}."
     several = f" to {_percent(shares[-1])}" if shares[-1] > shares[0] else ""
@@ -116,7 +112,7 @@ def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLA
     return f"{share}; the end of a sweep checks whether rounding explains the others."
 
 
-def _means_differ(row: SummaryRow) -> bool:
+def _means_differ(row: Figures) -> bool:
     """Return whether the pooled speedup is on the other side of 1 than
     the speedup, or outside the speedup's interval.
     """
@@ -156,14 +152,25 @@ def ratio_text(estimate: Estimate) -> str:
     return "1 (baseline)" if estimate == BASELINE else stats.ratio_text(estimate, "")
 
 
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "number": stats.decimals,
+    "ratio": ratio_text,
+    "share": _percent,
+    "count": _count,
+    "ms": _thousand,
+    "bytes": _bytes,
+    "text": str,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table.
 
     Attributes:
-        name: The attribute of a row that the column shows; after a dot, one of that attribute, or its key.
+        name: The attribute of a row that the column shows; after a dot, one of that attribute.
         heading: Its heading.
-        form: Formats a value; of an ``Estimate`` its figure, unless ``form`` is ``ratio_text``.
+        form: How a value is shown, see ``_FORMS``; of an ``Estimate`` its figure, unless it is a ratio.
         rank: See ``Sheet.ranks``.
         about: What it is, for the notes; empty if the heading says it.
         mark: What stands before the text of a row's cell.
@@ -171,150 +178,96 @@ class Column:
 
     name: str
     heading: str
-    form: Callable[[Any], str] = stats.decimals
+    form: str = "number"
     rank: int = 0
     about: str = ""
     mark: Callable[[Any], str] | None = None
 
-    def value(self, row: Any) -> Any:
-        """Return the value of a row."""
-        for part in self.name.split("."):
-            row = row[part] if isinstance(row, dict) else getattr(row, part)
-        return row
-
     def cell(self, row: Any) -> tuple[str, Any]:
         """Return the text of a row's cell, and the value to sort it by."""
-        value = self.value(row)
+        *path, name = self.name.split(".")
+        for part in path:
+            row = getattr(row, part)
+        value = row[name] if isinstance(row, Figures) and name in METRICS else getattr(row, name)
         figure = value.value if isinstance(value, Estimate) else value
-        text = self.form(value if self.form is ratio_text else figure)
+        text = _FORMS[self.form](value if self.form == "ratio" else figure)
         return one_line((self.mark(row) if self.mark else "") + text), figure
 
 
-_CONFIGURATION = Column("config.label", "configuration", str)
-_TOKENS_PER_S = Column("tokens_per_second", "tokens/s", rank=1)
-_ACCEPTED = Column("acceptance_rate", "accepted", _percent, 1)
+def _figure(name: str, **changed: Any) -> Column:
+    """Return the column of a figure, as ``METRICS`` describes it; before a dot stands the attribute that has it."""
+    kind = METRICS[name.rpartition(".")[2]]
+    return replace(Column(name, kind.heading, kind.form, kind.rank), **changed)
 
+
+def _figures(names: str, of: str = "") -> list[Column]:
+    return [_figure(of + name) for name in names.split()]
+
+
+_CONFIGURATION = Column("config.label", "configuration", "text")
+_OF_FIGURES = Column("figures.config.label", "configuration", "text")
 _SUMMARY = (
     _CONFIGURATION,
-    _TOKENS_PER_S,
-    Column("speedup", "speedup", ratio_text),
-    Column("verdict_text", "verdict", str),
-    Column("speedup_first", "first time", ratio_text, 6),
-    Column("warming", "again", ratio_text, 6),
-    Column("speedup_total", "with TTFT", ratio_text, 14),
-    Column("pooled_speedup", "pooled", ratio_text, 15),
-    Column("tokens_per_step", "tokens/step", rank=4, mark=lambda row: "~" * (row.step_source == "bursts")),
-    Column("acceptance_rate", "accepted", _percent, 5),
-    Column("acceptance_tested", "of tested", _percent, 16),
-    Column("alpha", "α", rank=6),
-    Column("forced_share", "forced", _percent, 5),
-    Column("corrected_share", "corrected", _percent, 12),
-    Column("mean_gamma", "mean γ", rank=12),
-    Column("mean_nodes", "nodes", rank=12),
-    Column("predicted_speedup", "predicted", ratio_text, 8),
-    Column("cached_share", "cached", _percent, 12),
-    Column("ttft_s", "TTFT ms", _thousand, 9),
-    *(Column(f"share.{part}", part, _percent, 10) for part in PARTS),
-    Column("share_masks", "masks", _percent, 10),
-    Column("log_probability", "log p/token", rank=11),
-    Column("peak_memory_bytes", "memory", _bytes, 13),
-    Column("identical_share", "identical", _percent, 13),
-    Column("prompts", "prompts", _count, 3),
-    Column("failures", "failed", _count, 7),
+    *_figures("tokens_per_second speedup"),
+    Column("verdict_text", "verdict", "text"),
+    *_figures("speedup_first warming speedup_total pooled_speedup"),
+    _figure("tokens_per_step", mark=lambda row: "~" * (row.step_source == "bursts")),
+    *_figures("acceptance_rate acceptance_tested alpha forced_share corrected_share mean_gamma mean_nodes"),
+    *_figures("predicted_speedup cached_share ttft_s"),
+    *_figures(" ".join(f"share_{part}" for part in PARTS)),
+    *_figures("share_masks log_probability peak_memory_bytes identical_share prompts failures"),
 )
-
-
-def _percentiles(
-    name: str, heading: str, form: Callable[[float], str], rank: int, about: str
-) -> list[Column]:
-    """Return a column for each percentile of a latency; a narrow terminal leaves out the median last."""
-    columns = [
-        Column(f"{name}.{percentile}", f"{heading} {percentile}", form, rank + 5 * number)
-        for number, percentile in enumerate(PERCENTILES)
-    ]
-    return [replace(columns[0], about=about), *columns[1:]]
-
-
+_LATENCIES = ("request_token_s", "request_ttft_s", "latency_s", "queued_s")
 _REQUESTS = (
     _CONFIGURATION,
-    Column("requests", "requests", _count, 9),
-    Column("overall.tokens_per_second", "tokens/s"),
-    *_percentiles(
-        "token_s", "ms/token", _thousand, 1, "percentiles over all requests, after the first emission"
-    ),
-    *_percentiles("ttft_s", "TTFT ms", _thousand, 2, "from arrival, including the time in the queue"),
-    *_percentiles("latency_s", "total s", stats.decimals, 3, "from arrival"),
-    *_percentiles("queued_s", "queued s", stats.decimals, 4, ""),
-    Column("overall.acceptance_rate", "accepted", _percent, 8),
-    Column("pool_peak_blocks", "blocks", _count, 10, "of the target's KV cache, at the peak"),
-    Column("pool_peak_bytes", "pool", _bytes, 10, "their memory"),
+    *_figures("finished_requests tokens_per_second"),
+    *_figures(" ".join(f"{name}_{percent}" for name in _LATENCIES for percent in PERCENTILES)),
+    *_figures("acceptance_rate pool_peak_blocks pool_peak_bytes"),
+)
+_ABOUT_REQUESTS = (
+    "Percentiles are over all requests: of the time per token after the first emission, and of times from arrival, in"
+    " which the time in the queue counts. Blocks and pool: of the target's KV cache, at the peak."
+)
+_GOODPUT = (
+    _CONFIGURATION,
+    *_figures("sent_requests request_rate within_limits goodput goodput_ratio"),
 )
 _PARTS = (
     _CONFIGURATION,
     Column(
-        "part", "part", str, 0, "of thinking the steps that begin inside it, of the answer those after it"
+        "part", "part", "text", 0, "of thinking the steps that begin inside it, of the answer those after it"
     ),
-    Column("tokens", "tokens", _count, 3),
-    Column("share", "of tokens", _percent, 1),
-    Column("time_share", "of time", _percent, 2),
-    replace(_TOKENS_PER_S, rank=0),
-    Column("speedup", "speedup", ratio_text, 0, "over the same part of the baseline"),
-    Column("tokens_per_step", "tokens/step"),
-    _ACCEPTED,
+    Column("tokens", "tokens", "count", 3),
+    Column("share", "of tokens", "share", 1),
+    Column("time_share", "of time", "share", 2),
+    *_figures("tokens_per_second speedup tokens_per_step acceptance_rate", "figures."),
 )
 
 
-def _bound(least: bool, rate: float) -> str:
-    return "≥ " * (least and rate < 1)
+def _bound(name: str) -> Callable[[Any], str]:
+    return lambda row: "≥ " * (row.least and getattr(row, name) < 1)
 
 
 _POSITIONS = (
     _CONFIGURATION,
-    Column("position", "position", _count),
-    Column("drafted", "drafted", _count, 2),
-    Column("tested", "tested", _count, 1),
-    Column("accepted", "accepted", _count, 1),
-    Column("rate", "accepted/tested", _percent, mark=lambda row: _bound(row.least, row.rate)),
-    Column(
-        "rate_of_drafted",
-        "accepted/drafted",
-        _percent,
-        mark=lambda row: _bound(row.least, row.rate_of_drafted),
-    ),
+    Column("position", "position", "count"),
+    Column("drafted", "drafted", "count", 2),
+    Column("tested", "tested", "count", 1),
+    Column("accepted", "accepted", "count", 1),
+    Column("rate", "accepted/tested", "share", mark=_bound("rate")),
+    Column("rate_of_drafted", "accepted/drafted", "share", mark=_bound("rate_of_drafted")),
     Column("alpha", "α", rank=1),
 )
 _HEADS = (
-    Column("cell.config.label", "configuration", str),
-    Column("cell.category", "category", str),
-    Column("cell.tokens_per_step", "tokens/step"),
+    _OF_FIGURES,
+    Column("figures.category", "category", "text"),
+    _figure("figures.tokens_per_step", rank=0),
     Column(
         "trained", "when trained", rank=3,
         about="tokens per step, greedily and with chains, on held-out prompts of a category of that name",
     ),
-    Column("first", "first accepted", _percent, 1, "of the drafts tested at that position"),
-    Column("second", "second accepted", _percent, 2),
-    Column("cell.speedup", "speedup", ratio_text),
+    *_figures("first_accepted second_accepted speedup", "figures."),
 )  # fmt: skip
-_TRAININGS = (
-    Column("drafter", "drafter", str),
-    Column("tokens", "tokens trained on", _count),
-    Column(
-        "tokens_per_step", "tokens/step",
-        about="measured by the decoder, greedily and with chains, on prompts that were not trained on",
-    ),
-    Column("accepted_1", "1. accepted", _percent, 0, "of the drafts tested at that position"),
-    *(Column(f"accepted_{place}", f"{place}. accepted", _percent, place - 1) for place in range(2, 5)),
-)  # fmt: skip
-_ACCEPTED_AT = [f"accepted_{place}" for place in range(1, 5)]
-_GOODPUT = (
-    _CONFIGURATION,
-    Column("requests", "requests", _count, 6),
-    Column("rate", "requests/s", ratio_text, 5),
-    Column("within", "within", _percent, 4, "requests within all limits, which one that failed missed"),
-    Column("goodput", "goodput", ratio_text, 0, "such requests per second"),
-    Column("goodput_ratio", "goodput ×", ratio_text, 1),
-)
-
 
 # --- Sheets ---------------------------------------------------------------------------------------
 
@@ -334,7 +287,7 @@ def table(rows: Sequence[Any], columns: Sequence[Column], notes: Iterable[str] =
 
 def _prompts_of_all(summary: Summary) -> int | None:
     """Return the number of prompts of each configuration; ``None`` if they differ."""
-    counts = {row.prompts for row in summary.rows if row.measured}
+    counts = {int(row.prompts.value) for row in summary.rows if row.measured}
     return counts.pop() if len(counts) == 1 else None
 
 
@@ -343,9 +296,9 @@ def summary_sheet(summary: Summary) -> Sheet:
 
     def is_needed(column: Column) -> bool:
         values = [column.cell(row)[1] for row in summary.rows]
-        if column.heading == "failed":
+        if column.name == "failures":
             return any(values)
-        if column.heading == "prompts":  # else a note says how many
+        if column.name == "prompts":  # else a note says how many
             return _prompts_of_all(summary) is None
         return column.rank == 0 or any(value == value for value in values)
 
@@ -357,20 +310,18 @@ def summary_sheet(summary: Summary) -> Sheet:
     return replace(sheet, marked=frozenset(marked))
 
 
-def category_sheet(categories: Sequence[SummaryRow], summary: Summary) -> Sheet:
+def category_sheet(summary: Summary) -> Sheet:
     """Return a table of speedups and tokens per step by configuration and category, and over all of them."""
+    categories = summary.categories
     names = list(dict.fromkeys(row.category for row in categories))
-    found: dict[str, dict[str, SummaryRow]] = {}
-    for row in categories:
-        found.setdefault(row.config.id, {})[row.category] = row
+    cells = {(row.config.id, row.category): row for row in categories}
     rows, values = [], list[list[Any]]()
-    for config, cells in found.items():
+    for config in dict.fromkeys(row.config.id for row in categories):
         overall = summary.row(config)
-        mine = [*(cells.get(name) for name in names), overall]
+        mine = [*(cells.get((config, name)) for name in names), overall]
         rows.append([one_line(overall.config.label), *map(_cell_text, mine)])
-        values.append(
-            [overall.config.label, *(math.nan if each is None else each.speedup.value for each in mine)]
-        )
+        speedups = (math.nan if each is None else each.speedup.value for each in mine)
+        values.append([overall.config.label, *speedups])
     said = [
         f"Speedup over {summary.over}, geometric mean over the category's prompts, with its 95% interval; then"
         " tokens per step."
@@ -382,81 +333,80 @@ def category_sheet(categories: Sequence[SummaryRow], summary: Summary) -> Sheet:
     return Sheet(["configuration", *map(one_line, names), "overall"], rows, values, notes=said)
 
 
-def _cell_text(row: SummaryRow | None) -> str:
+def _cell_text(row: Figures | None) -> str:
     if row is None:
         return "–"
     steps = row.tokens_per_step.value
     return ratio_text(row.speedup) + ("" if math.isnan(steps) else f"; {steps:.2f}")
 
 
-def service_sheets(results: Results, summary: Summary, limits: Mapping[str, float]) -> dict[str, Sheet]:
-    """Return the tables of batches, goodput within ``limits`` (in seconds, by name), and thinking.
-
-    They are by title, and without those that have no rows.
-    """
-    requests = request_rows(results, summary)
-    few = min((row.requests for row in requests), default=0) < _FOR_P99
+def service_sheets(summary: Summary) -> dict[str, Sheet]:
+    """Return the tables of batches, goodput and thinking, by title, and without those without rows."""
+    requests = [row for row in summary.rows if row.finished_requests.value]
+    few = min((row.finished_requests.value for row in requests), default=0) < _FOR_P99
     too_few = (
         f"The 99th percentile of fewer than {_FOR_P99} requests is close to their maximum, as is the 95th of fewer"
         f" than {_FOR_P95}."
     )
-    within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in limits.items())
+    within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in summary.limits.items())
     said = [
-        f"The limits: {within}. Goodput ×: over {summary.over}. Intervals are over groups of requests, or prompts"
-        " decoded alone."
+        f"The limits: {within}. Within: requests within all limits, which one that failed missed; goodput: such ones"
+        f" per second; goodput ×: over {summary.over}. Intervals are over groups of requests, or prompts decoded alone."
     ]
     return _with_rows(
         {
-            "Batches of requests": table(requests, _REQUESTS, [too_few] * few),
-            "Goodput": table(goodput_rows(results, limits), _GOODPUT, said),
-            "Thinking and answer": table(part_rows(results), _PARTS),
+            "Batches of requests": table(requests, _REQUESTS, [_ABOUT_REQUESTS, *[too_few] * few]),
+            "Goodput": table(summary.rows if summary.limits else [], _GOODPUT, said),
+            "Thinking and answer": table(part_rows(summary.results), _PARTS),
         }
     )
 
 
-def drafter_sheets(results: Results) -> dict[str, Sheet]:
-    """Return the tables of trained heads, their training, and acceptance by position; see ``service_sheets``."""
-    places = positions(results)
+def drafter_sheets(summary: Summary) -> dict[str, Sheet]:
+    """Return the tables of trained heads and of acceptance by position; see ``service_sheets``."""
+    places = positions(summary)
     least = (
         "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
         " counted as if all did."
     )
-    heads, trainings = head_rows(results), distinct_trainings(results.run.heads)
-    measured = [
-        {**dict.fromkeys(_ACCEPTED_AT, math.nan), **dict(zip(_ACCEPTED_AT, each.accepted, strict=False)),
-         "drafter": name, "tokens": each.tokens, "tokens_per_step": each.tokens_per_step}
-        for name, training in trainings.items()
-        for each in training.measured
-    ]  # fmt: skip
-    kept = [
-        f"{name} is the head after {best_measurement(training).tokens:,} tokens."
-        for name, training in trainings.items()
-    ]
+    rows = list(_head_rows(summary))
     return _with_rows(
         {
-            "Trained heads": table(heads, _HEADS, _head_notes(heads)),
-            "Training": table(measured, _TRAININGS, kept),
+            "Trained heads": table(rows, _HEADS, _head_notes([row.figures for row in rows])),
             "Acceptance by position": table(places, _POSITIONS, [least] * any(row.least for row in places)),
         }
     )
+
+
+def _head_rows(summary: Summary) -> Iterator[SimpleNamespace]:
+    """Yield the figures of each category of a configuration that drafts with a trained head, and tokens per step on
+    held-out prompts of it when the head was trained.
+    """
+    for config in summary.run.configs:
+        training = summary.run.heads.get(config.drafter)
+        if training is not None and training.measured:
+            kept = max(training.measured, key=lambda each: each.tokens_per_step)
+            for row in summary.categories:
+                if row.config.id == config.id and len(row.steps):
+                    yield SimpleNamespace(figures=row, trained=kept.categories.get(row.category, math.nan))
 
 
 def _with_rows(sheets: Mapping[str, Sheet]) -> dict[str, Sheet]:
     return {title: sheet for title, sheet in sheets.items() if sheet.rows}
 
 
-def _head_notes(rows: Sequence[Any]) -> Iterator[str]:
+def _head_notes(rows: Sequence[Figures]) -> Iterator[str]:
     """Yield where each configuration drafts worst, and where it is slower than plain decoding."""
-    if any("+" in row.cell.config.drafter for row in rows):
+    if any("+" in row.config.drafter for row in rows):
         yield "In a cascade the drafts of both parts count."
-    for label in dict.fromkeys(row.cell.config.label for row in rows):
-        mine = [row for row in rows if row.cell.config.label == label]
-        slower = [row.cell.category for row in mine if row.cell.verdict == "slower"]
+    for label in dict.fromkeys(row.config.label for row in rows):
+        mine = [row for row in rows if row.config.label == label]
+        slower = [row.category for row in mine if row.verdict == "slower"]
         if slower:
-            provisionally = " (provisionally)" if any(row.cell.provisional for row in mine) else ""
+            provisionally = " (provisionally)" if any(row.provisional for row in mine) else ""
             yield f"{label} is slower than plain decoding on {', '.join(slower)}{provisionally}."
-        known = [row for row in mine if not math.isnan(row.first)]
+        known = [row for row in mine if not math.isnan(row.first_accepted.value)]
         if len(known) > 1:
-            worst = min(known, key=lambda row: row.first)
-            first = f"{_percent(worst.first)} of the first tokens of its drafts are accepted"
-            yield f"{label} drafts worst on {worst.cell.category}: {first}."
+            worst = min(known, key=lambda row: row.first_accepted.value)
+            first = f"{_percent(worst.first_accepted.value)} of the first tokens of its drafts are accepted"
+            yield f"{label} drafts worst on {worst.category}: {first}."

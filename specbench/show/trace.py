@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from specbench.decoding.records import StepTimes
     from specbench.results.trace import Event, TraceVerdict
 
-_TAIL_CHARACTERS, _TAIL_LINES = 400, 8  # of the text so far
 _FILE_CELLS = 200  # of a line that is not on a terminal
 _LEGEND = (
     "Underlined: a correction token; twice: a bonus token; with dots: the target's own token. Other tokens are accepted"
@@ -33,19 +32,6 @@ _STYLES = {
 }
 SIGNS = {"accepted": "✓", "rejected": "✗", "untested": "·"}
 _MARKS = {"accepted": ("", ""), "corrected": ("⟨", "⟩"), "bonus": ("⟨+", "⟩"), "target": ("⟨=", "⟩")}
-_NOTES = {
-    "rate": "tokens per second that a further draft token must reach to be worth its time",
-    "survival": "estimated probability that the whole draft is accepted",
-    "probe": "1 if the step drafts only to learn",
-    "reading_s": "seconds that its model needs for what it has not read, before it can draft",
-    "too_slow": "1 if drafts would lose time even if every token were accepted",
-    "gamma": "the draft length that is aimed at",
-    "H_norm": "entropy of the drafter's prediction over log V, V the size of the vocabulary (0: certain, 1: no idea)",
-    "H_ema": "its moving average, which sets γ",
-    "lambda": "minimum acceptance probability to continue drafting",
-    "threshold": "minimum probability of a draft to continue drafting",
-}
-"""What the values mean that draft policies note in each step."""
 _DIGITS = "₀₁₂₃₄₅₆₇₈₉"
 
 
@@ -54,17 +40,11 @@ EventParts = tuple[str, list[Sheet], Facts]
 
 
 class TraceParts:
-    """Turns the events of a trace into parts of a document, for 60 columns or more, and keeps the text so far.
+    """Turns the events of a trace into parts of a document, for 60 columns or more, and keeps the text for the end.
 
     In the text, accepted draft tokens are plain. Correction tokens, bonus tokens and the target's own tokens (of the
     prefill and of steps without a draft) are in marks that the header explains, and in styles.
-
-    Args:
-        growing: Whether each step shows the text so far, not only the end.
     """
-
-    def __init__(self, *, growing: bool = True) -> None:
-        self._growing = growing
 
     def of(self, event: Event) -> EventParts:
         """Return the parts of one event."""
@@ -84,8 +64,7 @@ class TraceParts:
         method = event.options.get("verification")
         self._greedy = event.greedy
         self._method = method if isinstance(method, str) and method != "rejection" else None
-        self._runs: list[Span] = []  # the end of the output so far, with origins
-        self._explained: set[str] = set()  # notes of the policy
+        self._runs: list[Span] = []  # the output, with origins
         options = {name: value for name, value in event.options.items() if value is not None}
         prompt = self._one_line(event.prompt_tail)
         texts = (
@@ -141,15 +120,8 @@ class TraceParts:
         if event.policy:
             notes = (f"{self._one_line(name)} {note_text(value)}" for name, value in event.policy.items())
             facts.append(("policy", [("  ".join(notes), "")]))
-            facts += (
-                ("", [(f"{name}: {_NOTES[name]}.", "dim")])
-                for name in event.policy
-                if name in _NOTES and name not in self._explained
-            )
-            self._explained |= event.policy.keys()
         for text, origin in tokens_of(event):
             self._extend(origin, text)
-        facts += self._text() if self._growing else []
         drafts = [self._drafts(event.verdicts, parents, event.forced)] if event.verdicts else []
         return title, drafts, Facts(facts)
 
@@ -162,7 +134,7 @@ class TraceParts:
         facts: list[tuple[str, Sequence[Span]]] = [("output", [(tokens, "")]), ("drafts", [(drafts, "")])]
         if event.tokens_per_second is not None:
             facts.append(("speed", [(f"{event.tokens_per_second:.1f} tokens/s", "")]))
-        facts += [] if self._growing else self._text()
+        facts += [("text", [part for run in self._runs for part in self._marked(*run)])]
         return f"end · {event.finish_reason or 'interrupted'}", [], Facts(facts)
 
     # Parts of them.
@@ -193,9 +165,6 @@ class TraceParts:
             return f"argmax of {source}{number and f', {number}'}"
         return f"{number and f'with {number} '}from {source}"
 
-    def _text(self) -> list[tuple[str, Sequence[Span]]]:
-        return [("text", [part for run in self._runs for part in self._marked(*run)])]
-
     def _drafts(
         self, verdicts: Sequence[TraceVerdict], parents: Sequence[int], forced: Sequence[int]
     ) -> Sheet:
@@ -220,18 +189,10 @@ class TraceParts:
         return kind, [(visible(text), _STYLES[kind]), (f"  {origin}", "")]
 
     def _extend(self, kind: str, text: str) -> None:
-        """Add a token to the text so far, and remove text that is too far back to be shown."""
+        """Add a token to the text."""
         if kind in ("accepted", "target") and self._runs and self._runs[-1][1] == kind:
             text = self._runs.pop()[0] + text  # such tokens read better in one run
         self._runs.append((text, kind))
-        characters, lines = _TAIL_CHARACTERS, _TAIL_LINES
-        for place in range(len(self._runs) - 1, -1, -1):
-            run, origin = self._runs[place]
-            tail = "\n".join(run[-characters:].split("\n")[-lines:]) if characters > 0 and lines > 0 else ""
-            characters, lines = characters - len(tail), lines - tail.count("\n")
-            if len(tail) < len(run):
-                self._runs[: place + 1] = [(f"…{tail.removeprefix('…')}", origin)]
-                break
 
     def _marked(self, text: str, kind: str) -> list[Span]:
         """Return a part of the output in its marks, with white space outside of them;
@@ -250,11 +211,11 @@ class TraceParts:
 
 
 class TraceView:
-    """Printer of a trace on a console, event by event; in a file lines are longer, and the text comes at the end."""
+    """Printer of a trace on a console, event by event; in a file lines are longer."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._parts = TraceParts(growing=console.is_terminal)
+        self._parts = TraceParts()
 
     def show(self, event: Event) -> None:
         """Print one event."""
@@ -281,7 +242,7 @@ def trace_parts(events: Iterable[Event]) -> list[Part]:
     """Return a trace, or several in one file, as a document: the output, and every step."""
     parts: list[Part] = [Heading("Trace", 1)]
     tokens: list[tuple[str, str, int]] = []
-    reader = TraceParts(growing=False)
+    reader = TraceParts()
     for event in events:
         title, sheets, facts = reader.of(event)
         facts = Facts([pair for pair in facts.pairs if pair[0] not in ("legend", "text")])

@@ -22,6 +22,7 @@ from matplotlib.ticker import FixedLocator
 from specbench.base.errors import UsageError, unknown
 from specbench.base.files import file_errors, write_bytes
 from specbench.results.results import Results
+from specbench.results.summary import Summary
 from specbench.show.plots.canvas import FIGURES, STYLE, NoDataError, PlotData
 
 __all__ = ["FIGURES", "FORMATS", "Drawn", "draw_figures", "figure_bytes", "save_figure"]
@@ -41,11 +42,11 @@ class Drawn:
     skipped: dict[str, str]
 
 
-def draw_figures(results: Results, only: Collection[str] | None = None) -> Drawn:
+def draw_figures(run: Results | Summary, only: Collection[str] | None = None) -> Drawn:
     """Draw figures of a run.
 
     Args:
-        results: The run.
+        run: The run, or its figures.
         only: Names of ``FIGURES``; ``None`` for all of them.
 
     Raises:
@@ -54,11 +55,12 @@ def draw_figures(results: Results, only: Collection[str] | None = None) -> Drawn
     for name in only or ():
         if name not in FIGURES:
             raise unknown("figure", name, FIGURES)
-    if results.done.empty:
+    summary = Summary(run) if isinstance(run, Results) else run
+    if summary.results.done.empty:
         raise UsageError(
             "There is nothing to plot: no generation of this run has finished.", "Continue its sweep."
         )
-    run = PlotData(results)
+    data = PlotData(summary)
     figures: dict[str, Figure] = {}
     skipped: dict[str, str] = {}
     with rc_context(STYLE), warnings.catch_warnings():
@@ -66,7 +68,7 @@ def draw_figures(results: Results, only: Collection[str] | None = None) -> Drawn
         for name, kind in FIGURES.items():
             if only is None or name in only:
                 try:
-                    figures[name] = _freeze_layout(kind.build(run))
+                    figures[name] = _freeze_layout(kind.build(data))
                 except NoDataError as reason:
                     skipped[name] = str(reason)
     if not figures:

@@ -21,12 +21,11 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from specbench.base.record import Estimate
 from specbench.base.textsafe import counted, one_line
-from specbench.results.results import Results
+from specbench.results.metrics import Figures
 from specbench.results.run import FOREIGN, Environment
 from specbench.results.stats import Floats
-from specbench.results.summary import SummaryRow, summarize
+from specbench.results.summary import Summary
 from specbench.rows import Row
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ class Series:
     """
 
     parts: tuple[str, str, str, str]
-    rows: Sequence[SummaryRow]
+    rows: Sequence[Figures]
     x: Floats
     adapts: bool
     color: str
@@ -153,7 +152,7 @@ class Series:
     def name(self) -> str:
         return self._joined("" if self.parts[0] else "fixed γ")
 
-    def name_at(self, row: SummaryRow) -> str:
+    def name_at(self, row: Figures) -> str:
         """Return the series' name, with the γ of a row if γ is fixed."""
         return self._joined(f"γ={row.config.gamma}")
 
@@ -171,11 +170,9 @@ class Series:
 class PlotData:
     """A run, with the data that several figures need."""
 
-    def __init__(self, results: Results) -> None:
-        self.results = results
-        self.run = results.run
-        self.summary = summarize(results)
-        self.rows = self.summary.rows
+    def __init__(self, summary: Summary) -> None:
+        self.summary, self.results, self.run = summary, summary.results, summary.run
+        self.rows = summary.rows
         self.plain = self._of_kind("plain")
         self.servers = self._of_kind("server")
         # The γ of other libraries' decoding is unknown: a level to compare with.
@@ -186,7 +183,7 @@ class PlotData:
         self._colored = max(
             range(4), key=lambda i: (len(self._varied[i]) > 1 and i < 3, len(self._varied[i]))
         )
-        by_key: dict[_Key, list[SummaryRow]] = {}
+        by_key: dict[_Key, list[Figures]] = {}
         for row in self._of_kind("speculative"):
             if not math.isnan(_length(row)):
                 by_key.setdefault(_key(row.config), []).append(row)
@@ -196,7 +193,7 @@ class PlotData:
         ]
         self.drafters = list(dict.fromkeys(each.rows[0].config.drafter for each in self.series))
 
-    def _of_kind(self, *kinds: str) -> list[SummaryRow]:
+    def _of_kind(self, *kinds: str) -> list[Figures]:
         return [row for row in self.rows if row.config.kind in kinds]
 
     def mark(self, config: Row) -> tuple[str, str]:
@@ -209,7 +206,7 @@ class PlotData:
         return COLORS[color % len(COLORS)], MARKERS[self._keys.index(key) % len(MARKERS)]
 
     def make_series(
-        self, rows: Sequence[SummaryRow], x: Sequence[float] | Floats, *, loads: bool = False
+        self, rows: Sequence[Figures], x: Sequence[float] | Floats, *, loads: bool = False
     ) -> Series:
         """Return a series; over ``loads`` the workload is not named, as it is what differs."""
         config = rows[0].config
@@ -258,9 +255,9 @@ class PlotData:
         return f"Bars: 95% intervals over {over}." if bases else "Too few prompts or repeats: no intervals."
 
 
-def _length(row: SummaryRow) -> float:
+def _length(row: Figures) -> float:
     """Return γ, or the mean draft length if the policy adapts it."""
-    return row.mean_gamma if row.config.gamma is None else float(row.config.gamma)
+    return row.mean_gamma.value if row.config.gamma is None else float(row.config.gamma)
 
 
 def _load(config: Row) -> str:
@@ -268,24 +265,10 @@ def _load(config: Row) -> str:
     return one_line(msgspec.structs.replace(config.condition, temperature=0.0).words.removeprefix(", "))
 
 
-def row_names(rows: Sequence[SummaryRow], run: PlotData) -> list[str]:
-    """Return row labels: a drafter is named in the first of its rows only, or in the title if it is the only one."""
-    names, before = [], None
-    several = len({row.config.condition.temperature for row in run.rows}) > 1
-    for config in (row.config for row in rows):
-        parts = [
-            "" if config.draft_policy == "fixed" else short(config.draft_policy, 20),
-            "" if config.gamma is None else f"γ={config.gamma}",
-            f"T = {config.condition.temperature:g}" if several else "",
-            _load(config),
-        ]
-        if config.kind != "speculative":
-            parts = [short(config.label, NAME)]
-        elif config.drafter != before and len(run.drafters) > 1:
-            parts = [f"{short(config.drafter, NAME)}:", *parts]
-        before = config.drafter
-        names.append(" ".join(part for part in parts if part))
-    return names
+def row_names(rows: Sequence[Figures], run: PlotData) -> list[str]:
+    """Return row labels, without the drafter if it is the only one, which the title names."""
+    only = f"{run.drafters[0]} " if len(run.drafters) == 1 else ""
+    return [short(row.config.label.removeprefix(only), NAME) for row in rows]
 
 
 def _machine(environment: Environment, device: str) -> str:
@@ -306,11 +289,6 @@ def short(text: object, limit: int) -> str:
         return name
     head = (limit - 1) // 2
     return f"{name[:head]}…{name[len(name) - (limit - 1 - head) :]}"
-
-
-def two_lines(name: str) -> str:
-    """Break a long name into two lines, for the title of a narrow panel."""
-    return "\n".join(textwrap.wrap(name, max(22, math.ceil(0.6 * len(name))), max_lines=2, placeholder="…"))
 
 
 # --- Common parts ---------------------------------------------------------------------------------
@@ -456,7 +434,7 @@ def dodged(series: Sequence[Series]) -> list[Floats]:
     return [each.x + (number - (len(series) - 1) / 2) * apart for number, each in enumerate(series)]
 
 
-def rows_of_speed(run: PlotData, rows: Sequence[SummaryRow], title: str) -> Figure:
+def rows_of_speed(run: PlotData, rows: Sequence[Figures], title: str) -> Figure:
     """Return a figure with a line for each row: its decode speed, and its speedup."""
     places = np.arange(len(rows))
     body, both = panels(2, 0.55 + 0.24 * len(rows), sharey=True)
@@ -475,20 +453,19 @@ def rows_of_speed(run: PlotData, rows: Sequence[SummaryRow], title: str) -> Figu
     return finish(body, run, title, run.intervals)
 
 
-def estimates(rows: Sequence[SummaryRow], name: str) -> tuple[Floats, Floats, Floats]:
+def estimates(rows: Sequence[Figures], name: str) -> tuple[Floats, Floats, Floats]:
     """Return a metric of rows with the ends of its intervals; NaN if a row has none."""
-    found: list[Estimate] = [getattr(row, name) for row in rows]
-    ends = [(each.value, each.low, each.high) for each in found]
+    ends = [(row[name].value, row[name].low, row[name].high) for row in rows]
     value, low, high = np.array(ends, dtype=np.float64).reshape(-1, 3).T
     return value, low, high
 
 
-def all_rows(series: Sequence[Series]) -> list[SummaryRow]:
+def all_rows(series: Sequence[Series]) -> list[Figures]:
     """Return the rows of several series."""
     return [row for each in series for row in each.rows]
 
 
-def span(rows: Sequence[SummaryRow], name: str, include: Iterable[float] = ()) -> tuple[float, float]:
+def span(rows: Sequence[Figures], name: str, include: Iterable[float] = ()) -> tuple[float, float]:
     """Return the lowest and highest value to show, with intervals up to ``_SHOWN`` times their values."""
     y, low, high = estimates(rows, name)
     low, high = np.fmin(np.fmax(low, y / _SHOWN), y), np.fmax(np.fmin(high, y * _SHOWN), y)
@@ -539,6 +516,4 @@ def with_gamma(run: PlotData, name: str) -> list[Series]:
 WHY_NOT = {
     "speedup": "no speculative configuration has a generation whose baseline finished too",
     "acceptance_rate": "nothing was drafted",
-    "predicted_speedup": "the costs of single passes were not measured, nothing was drafted, or others used the"
-    " processor most of the time",
 }

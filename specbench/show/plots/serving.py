@@ -1,4 +1,4 @@
-"""Figures of servers, batches and lengths of context: speed and speedup, and latency."""
+"""Figures of batches and lengths of context: speed and speedup, and latency."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from specbench.results.requests import (
-    batch_curves,
-    context_curves,
-    request_rows,
-    size_of,
-)
+from specbench.results.summary import size_of
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, Series, figure, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from specbench.results.requests import Curve
+    from specbench.results.metrics import Figures
+    from specbench.results.summary import Curve
     from specbench.rows import Row
 
 _ALONE = "requests were decoded one after the other"
@@ -36,18 +32,9 @@ _NUMBER: Any = {
 }
 
 
-@figure("servers", "speed of servers, and speedup over the first", table="Speed")
-def servers(run: PlotData) -> Figure:
-    alone = [row for row in run.servers if row.config.condition.batch is None]
-    rows = [row for row in alone if not math.isnan(row.tokens_per_second.value)]
-    if not rows:
-        raise NoDataError("no servers were measured one request at a time")
-    return canvas.rows_of_speed(run, rows, "Servers")
-
-
 @figure("batches", "speedup against batch size", table="Speed")
 def speedup_by_batch(run: PlotData) -> Figure:
-    best = _best(batch_curves(run.summary))
+    best = _best(run.summary.curves("batch"))
     if not best:
         raise NoDataError("no closed loop was measured" if run.summary.side_by_side else _ALONE)
     series = [_series(run, each) for each in best]
@@ -57,7 +44,7 @@ def speedup_by_batch(run: PlotData) -> Figure:
 
 @figure("contexts", "speedup against length of context", table="Speed")
 def speedup_by_context(run: PlotData) -> Figure:
-    curves = context_curves(run.summary)
+    curves = run.summary.curves("context")
     if not curves:
         raise NoDataError("no lengths of context were measured (--context)")
     series = [_series(run, each) for each in curves[:_MOST]]
@@ -77,7 +64,7 @@ def _speedups(run: PlotData, series: Sequence[Series], load: str, title: str, *r
 
 @figure("latency", "throughput against latency", table="Batches of requests")
 def latency(run: PlotData) -> Figure:
-    requests = request_rows(run.results, run.summary)
+    requests = [row for row in run.rows if row.finished_requests.value]
     if not requests:
         raise NoDataError(_ALONE)
     body, both = canvas.panels(2, 2.55, "tokens/s of all requests", sharey=True)
@@ -85,11 +72,14 @@ def latency(run: PlotData) -> Figure:
     for axes, title in zip(both, ("time per token (ms, median)", "time per answer (s, median)"), strict=True):
         for number, (label, mine, style) in enumerate(lines):
             side = 1 if number % 2 else -1  # of a point at which its batch size stands
-            times = [1000 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"] for row in mine]
+            times = [
+                1000 * row["request_token_s_p50"].value if axes is both[0] else row["latency_s_p50"].value
+                for row in mine
+            ]
             points = [
                 (time, speed, row.config.condition.batch)
                 for time, row in zip(times, mine, strict=True)
-                if math.isfinite(time) and math.isfinite(speed := row.overall.tokens_per_second.value)
+                if math.isfinite(time) and math.isfinite(speed := row.tokens_per_second.value)
             ]
             if points:
                 x, y, _ = zip(*points, strict=True)
@@ -109,12 +99,12 @@ def latency(run: PlotData) -> Figure:
     return canvas.finish(body, run, "Throughput against latency", remark, _chosen(run))
 
 
-def _lines(run: PlotData, requests: Sequence[Any]) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+def _lines(run: PlotData, requests: Sequence[Figures]) -> Iterator[tuple[str, list[Figures], dict[str, Any]]]:
     """Yield a name, rows by rising batch size and a style, for plain decoding and for each drafter with a policy.
 
     Of several γ, the fastest is taken. Each temperature and arrival process has its own lines.
     """
-    alike: dict[tuple[str, _Alike, str], dict[int | None, list[Any]]] = {}
+    alike: dict[tuple[str, _Alike, str], dict[int | None, list[Figures]]] = {}
     for row in sorted(requests, key=lambda row: row.config.condition.batch or 1):
         at = row.config.condition
         arrivals = "closed" if at.is_closed else str(at.arrivals)
@@ -123,13 +113,13 @@ def _lines(run: PlotData, requests: Sequence[Any]) -> Iterator[tuple[str, list[A
     several = len({arrivals for *_, arrivals in alike}) > 1
     for (what, _, arrivals), by_gamma in alike.items():
         best = max(by_gamma.values(), key=_mean_speed)
-        line = run.make_series([row.overall for row in best], [0] * len(best), loads=True)
+        line = run.make_series(best, [0] * len(best), loads=True)
         name = "plain" if what == "plain" else line.name
         yield ", ".join([name, *[arrivals] * several]), best, line.style
 
 
-def _mean_speed(rows: Sequence[Any]) -> float:
-    return float(np.mean(np.log([row.overall.tokens_per_second.value for row in rows])))
+def _mean_speed(rows: Sequence[Figures]) -> float:
+    return float(np.mean(np.log([row.tokens_per_second.value for row in rows])))
 
 
 _Alike = tuple[str, str, float]
@@ -149,5 +139,5 @@ def _best(curves: Sequence[Curve]) -> list[Any]:
 
 
 def _chosen(run: PlotData) -> str:
-    curves = batch_curves(run.summary)
+    curves = run.summary.curves("batch")
     return "The best of several γ over all batch sizes." if len(_best(curves)) < len(curves) else ""

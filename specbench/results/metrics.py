@@ -1,0 +1,577 @@
+"""Every figure of a run, defined once.
+
+A figure is a method of ``Figures`` under ``@metric``, and ``METRICS`` has them by name. Tables, charts, reports,
+comparisons, CSV, JSON and docs/metrics.md take value, heading, form and sentence from there. Their pitfalls stand in
+docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import pandas as pd
+
+from specbench.base.record import BASELINE, NO_FIGURE, Estimate, ratio
+from specbench.decoding.records import PARTS
+from specbench.decoding.theory import PassCosts
+from specbench.results import stats
+from specbench.results.predict import predict
+from specbench.results.steps import acceptance_rates
+
+if TYPE_CHECKING:
+    from specbench.results.run import Run
+    from specbench.results.summary import Summary
+    from specbench.rows import Row
+
+PERCENTILES = ("p50", "p95", "p99")
+"""Of latencies."""
+
+RATES = {
+    "tokens_per_step": ("emitted", "steps"),
+    "acceptance_rate": ("accepted", "drafted"),
+    "acceptance_tested": ("accepted", "tested"),
+    "alpha": ("alpha_sum", "tested"),
+}
+"""Figures that are sums over steps, and what they are sums of."""
+
+Form = Literal["number", "ratio", "share", "count", "ms", "bytes"]
+
+
+class Metric:
+    """A figure: the attribute of ``Figures`` that its formula gives.
+
+    Attributes:
+        name: Its name in Python, CSV and JSON.
+        heading: Its name in tables.
+        about: What it is, in a sentence.
+        form: How it is shown.
+        rank: Terminals that are too narrow leave out the highest rank first; 0 is always shown.
+        interval: Whether it has an interval, over prompts; in batches over groups of prompts.
+    """
+
+    def __init__(
+        self,
+        formula: Callable[[Figures], Estimate | float],
+        heading: str,
+        form: Form,
+        rank: int,
+        *,
+        interval: bool,
+        name: str = "",
+        about: str = "",
+    ) -> None:
+        self.name = name or formula.__name__
+        self.about = about or " ".join((formula.__doc__ or "").split())
+        self.heading, self.form, self.rank, self.interval = heading, form, rank, interval
+        self._formula = formula
+        METRICS[self.name] = self
+
+    @overload
+    def __get__(self, row: None, owner: type) -> Metric: ...
+
+    @overload
+    def __get__(self, row: Figures, owner: type) -> Estimate: ...
+
+    def __get__(self, row: Figures | None, owner: type) -> Metric | Estimate:
+        if row is None:
+            return self
+        if self.name not in row.known:
+            value = self._formula(row)
+            row.known[self.name] = value if isinstance(value, Estimate) else _exactly(value)
+        return row.known[self.name]
+
+
+METRICS: dict[str, Metric] = {}
+"""Every figure by name, in the order of CSV files."""
+
+
+def metric(
+    heading: str, form: Form = "number", rank: int = 0, *, interval: bool = False
+) -> Callable[[Callable[[Figures], Estimate | float]], Metric]:
+    """Register the decorated formula in ``METRICS``; its docstring is the sentence."""
+    return lambda formula: Metric(formula, heading, form, rank, interval=interval)
+
+
+def _exactly(value: float) -> Estimate:
+    return Estimate(float(value), None, None, 0)
+
+
+class Figures:
+    """The figures of a row of a run over all of its outputs, or over some.
+
+    Each is an ``Estimate``, computed when it is asked for, and NaN if it does not exist; ``row["speedup"]`` is
+    ``row.speedup``.
+
+    Args:
+        summary: The figures of the run.
+        config: The row.
+        **part: Values of columns that the outputs have: ``category``, ``turn``, ``prompt``.
+    """
+
+    def __init__(self, summary: Summary, config: Row, **part: Any) -> None:
+        self.summary, self.config, self.part = summary, config, part
+        self.known: dict[str, Estimate] = {}
+
+    def __getitem__(self, name: str) -> Estimate:
+        return METRICS[name].__get__(self, Figures)
+
+    # -- what they are computed from ---------------------------------------------------------------
+
+    def _mine(self, frames: dict[str, pd.DataFrame], empty: pd.DataFrame) -> pd.DataFrame:
+        frame = frames.get(self.config.id, empty)
+        for name, value in self.part.items():
+            frame = frame[frame[name] == value]
+        return frame
+
+    @cached_property
+    def outputs(self) -> pd.DataFrame:
+        """Its outputs, failed ones too."""
+        return self._mine(self.summary.outputs_by_row, self.summary.outputs[:0])
+
+    @cached_property
+    def done(self) -> pd.DataFrame:
+        """Its outputs that finished."""
+        return self.outputs[self.outputs["status"] == "ok"]
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """Their steps."""
+        steps = self.summary.steps_by_row.get(self.config.id, self.summary.results.steps[:0])
+        return steps[steps["output"].isin(self.outputs.index)] if self.part else steps
+
+    @cached_property
+    def answers(self) -> pd.DataFrame:
+        """What a server reported about them."""
+        keys = self.done[["prompt", "prompt_tokens", "repeat", "group"]]
+        return self.summary.results.answers.join(keys, how="inner")
+
+    @cached_property
+    def groups(self) -> pd.DataFrame:
+        """The groups in which all requests were decoded side by side; empty for a part of them."""
+        groups = self.summary.results.groups
+        return groups[(groups["config"] == self.config.id) & (not self.part)]
+
+    @cached_property
+    def pairs(self) -> pd.DataFrame | None:
+        """Its outputs, each with its baseline's; ``None`` without any."""
+        pairs = self._mine(self.summary.pairs_by_row, self.summary.pairs[:0])
+        return None if pairs.empty else pairs
+
+    @cached_property
+    def compared(self) -> pd.DataFrame | None:
+        """What speedups are over: pairs of groups if requests were decoded side by side, else of outputs."""
+        return self.pairs if self.part else self.summary.group_pairs_by_row.get(self.config.id, self.pairs)
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.config.id == self.config.baseline
+
+    @property
+    def is_server(self) -> bool:
+        return self.config.kind == "server"
+
+    @property
+    def measured(self) -> bool:
+        """Whether a speedup over another row was measured."""
+        return not self.is_baseline and not math.isnan(self.speedup.value)
+
+    # -- counts and words --------------------------------------------------------------------------
+
+    @property
+    def category(self) -> str:
+        """Its category; empty for all outputs."""
+        return str(self.part.get("category", ""))
+
+    @property
+    def generations(self) -> int:
+        return len(self.done)
+
+    @metric("prompts", "count", 3)
+    def prompts(self) -> float:
+        """Prompts with a finished output."""
+        return self.done["prompt"].nunique()
+
+    @metric("failed", "count", 7)
+    def failures(self) -> float:
+        """Outputs that ended in an error; they are left out everywhere else."""
+        return len(self.outputs) - len(self.done)
+
+    @property
+    def verdict(self) -> stats.Verdict | None:
+        """Whether its speedup surely is above or below 1; ``None`` for a baseline."""
+        if self.pairs is None:
+            return None
+        tuned = None if self.part else self.summary.tuned.get(self.config.id)
+        return stats.verdict(self.speedup) if tuned is None else tuned.verdict
+
+    @property
+    def provisional(self) -> bool:
+        """Whether the verdict rests on intervals that are wider, because others used the machine most of the time."""
+        return bool(self.summary.disturbance) and self.verdict not in (None, "cannot tell")
+
+    @property
+    def verdict_text(self) -> str:
+        return stats.verdict_text(self.verdict, self.provisional)
+
+    @property
+    def difference(self) -> str | None:
+        """Why outputs differ (``ties``, ``beyond rounding``, ``not checked``); ``None`` if they do not."""
+        if self.pairs is None or self.pairs["identical"].dropna().all():
+            return None
+        found = self.summary.run.differences or ()
+        ties = {each.numerical_tie for each in found if each.config == self.config.id}
+        return "beyond rounding" if False in ties else "ties" if ties == {True} else "not checked"
+
+    @property
+    def step_source(self) -> str | None:
+        """Where a server's tokens per step come from: the ``server``, or ``bursts``, an estimate."""
+        sources = set(self.answers["step_source"][self.answers["reported_steps"] > 0])
+        return next((source for source in ("bursts", "server") if source in sources), None)
+
+    # -- speed -------------------------------------------------------------------------------------
+
+    @metric("tokens/s", rank=1, interval=True)
+    def tokens_per_second(self) -> Estimate:
+        """Tokens after the first emission per second, geometric mean over prompts; in batches the throughput."""
+        rows, name, unit = (self.done, "tokens_per_second", "prompt")
+        if len(self.groups):
+            rows, name, unit = self.groups, "throughput", "group"
+        return stats.geometric_mean(
+            rows[name].to_numpy(dtype=float), rows[unit].to_numpy(), rows["repeat"].to_numpy()
+        )
+
+    @metric("speedup", "ratio", interval=True)
+    def speedup(self) -> Estimate:
+        """Speed over the baseline's, geometric mean over prompts of paired ratios; 1 for a baseline."""
+        tuned = self.summary.tuned.get(self.config.id)
+        if tuned is not None:
+            return tuned.categories.get(self.category, NO_FIGURE) if self.part else tuned.speedup
+        return self._mean_ratio(self.compared, "ratio", of_baseline=BASELINE)
+
+    @metric("with TTFT", "ratio", 14, interval=True)
+    def speedup_total(self) -> Estimate:
+        """Speedup including the time to the first token; none in batches, whose speedup includes it."""
+        if len(self.groups) or self.config.condition.batch is not None:
+            return NO_FIGURE
+        return self._mean_ratio(self.pairs, "ratio_total", of_baseline=BASELINE)
+
+    @metric("pooled", "ratio", 15, interval=True)
+    def pooled_speedup(self) -> Estimate:
+        """Speedup from all tokens over all seconds; long outputs weigh more."""
+        if self.summary.tuned:  # it is over the same generations without noise correction
+            return NO_FIGURE
+        if self._has_no_speedup:
+            return BASELINE
+        if self.compared is None:
+            return NO_FIGURE
+        sums = [
+            self.compared[name].to_numpy() for name in ("tokens", "seconds", "base_tokens", "base_seconds")
+        ]
+        tokens, seconds, base_tokens, base_seconds = sums
+        prompts, confidence = self.compared["prompt"].to_numpy(), self.summary.confidence
+        return self._shown(
+            stats.pooled_speedup(tokens, seconds, base_tokens, base_seconds, prompts, confidence)
+        )
+
+    @property
+    def _has_no_speedup(self) -> bool:
+        return (self.config.kind == "plain" or self.is_baseline) and not self.outputs.empty
+
+    def _mean_ratio(
+        self, pairs: pd.DataFrame | None, name: str, *, of_baseline: Estimate = NO_FIGURE
+    ) -> Estimate:
+        if self._has_no_speedup or pairs is None:
+            return of_baseline if self._has_no_speedup else NO_FIGURE
+        return self._shown(_geometric_mean(pairs, pairs[name], self.summary.confidence))
+
+    def _shown(self, found: Estimate) -> Estimate:
+        """Return a ratio over the baseline's with a wider interval if others used the machine most of the time."""
+        return stats.widened(found) if self.summary.disturbance else found
+
+    @metric("first time", "ratio", 6, interval=True)
+    def speedup_first(self) -> Estimate:
+        """Speedup of a server in the first repeat only, when it has not seen the prompts yet."""
+        if not self.is_server or self.compared is None:
+            return NO_FIGURE
+        return self._mean_ratio(self.compared[self.compared["repeat"] == 0], "ratio")
+
+    @metric("again", "ratio", 6, interval=True)
+    def warming(self) -> Estimate:
+        """Speed of a server in later repeats over that in the first."""
+        if not self.is_server:
+            return NO_FIGURE
+        alone = self.done[self.done["group"] == ""]
+        first = alone.loc[alone["repeat"] == 0, ["prompt", "tokens_per_second"]]
+        again = alone[alone["repeat"] > 0].merge(first, on="prompt", suffixes=("", "_first"))
+        return _geometric_mean(again, again["tokens_per_second"] / again["tokens_per_second_first"])
+
+    # -- acceptance --------------------------------------------------------------------------------
+
+    def counts(self, name: str) -> tuple[pd.DataFrame, str, str]:
+        """Return the steps, or the answers of a server, with the columns whose sums make one of ``RATES``."""
+        if not self.is_server:
+            return self.steps.assign(steps=1.0), *RATES[name]
+        if name == "tokens_per_step":
+            return self.answers[self.answers["reported_steps"] > 0], "emitted_in_steps", "reported_steps"
+        counted = name == "acceptance_rate"
+        return self.answers[(self.answers["drafted"] > 0) & counted], "accepted", "drafted"
+
+    def _rate(self, name: str, **ends: float) -> Estimate:
+        rows, part, whole = self.counts(name)
+        if not self.is_server and not rows["drafted"].any():
+            return NO_FIGURE
+        return _pooled(rows, part, whole, "prompt", **ends)
+
+    @metric("tokens/step", rank=4, interval=True)
+    def tokens_per_step(self) -> Estimate:
+        """Emitted tokens over steps, without the prefill's token."""
+        if not self.is_server and not self.steps["drafted"].any():
+            return _exactly(ratio(self.steps["emitted"].sum(), len(self.steps)))
+        return self._rate("tokens_per_step", least=1.0)
+
+    @metric("accepted", "share", 5, interval=True)
+    def acceptance_rate(self) -> Estimate:
+        """Accepted over drafted tokens."""
+        if self.is_server and not (self.answers["drafted"] > 0).any():  # it counts for all requests together
+            return _pooled(self.groups[self.groups["drafted"] > 0], "accepted", "drafted", "group", most=1.0)
+        return self._rate("acceptance_rate", most=1.0)
+
+    @metric("of tested", "share", 16, interval=True)
+    def acceptance_tested(self) -> Estimate:
+        """Accepted over tested tokens."""
+        return self._rate("acceptance_tested", most=1.0)
+
+    @metric("α", rank=6, interval=True)
+    def alpha(self) -> Estimate:
+        """Mean expected acceptance of tested tokens."""
+        return self._rate("alpha", most=1.0)
+
+    @metric("first accepted", "share", 1)
+    def first_accepted(self) -> float:
+        """Accepted over tested tokens at the first position of drafts."""
+        return acceptance_rates(self.steps, 2)[0]
+
+    @metric("second accepted", "share", 2)
+    def second_accepted(self) -> float:
+        """Accepted over tested tokens at the second position of drafts."""
+        return acceptance_rates(self.steps, 2)[1]
+
+    # -- prediction --------------------------------------------------------------------------------
+
+    @cached_property
+    def prediction(self) -> tuple[Estimate, float]:
+        """The predicted speedup, also where it is withheld, and the cost of a pass of the drafter."""
+        batch, results = self.config.condition.batch, self.summary.results
+        if batch is not None or self.is_server or results.run.costs is None:
+            return NO_FIGURE, math.nan
+        costs = costs_at(results.run, self.config)
+        return predict(self.steps, self.config.drafter, costs, results.generations["prompt_tokens"])
+
+    @metric("predicted", "ratio", 8, interval=True)
+    def predicted_speedup(self) -> Estimate:
+        """Speedup predicted from the tokens per step and the costs of passes; none on a busy machine."""
+        return NO_FIGURE if self.summary.busy else self.prediction[0]
+
+    @metric("mean γ", rank=12)
+    def mean_gamma(self) -> float:
+        """Tokens drafted per step."""
+        return float(self.steps["drafted"].mean()) if self.steps["drafted"].any() else math.nan
+
+    @metric("nodes", rank=12)
+    def mean_nodes(self) -> float:
+        """Nodes drafted per step."""
+        return float(self.steps["nodes"].mean()) if self.steps["drafted"].any() else math.nan
+
+    @metric("c", rank=17)
+    def c(self) -> float:
+        """Time of a drafter's pass over that of a target's pass with one token."""
+        return self.prediction[1]
+
+    # -- time --------------------------------------------------------------------------------------
+
+    @metric("TTFT ms", "ms", 9, interval=True)
+    def ttft_s(self) -> Estimate:
+        """Time to the first token, geometric mean over prompts."""
+        done = self.done
+        return stats.geometric_mean(
+            done["ttft_s"].to_numpy(), done["prompt"].to_numpy(), done["repeat"].to_numpy()
+        )
+
+    @metric("ms/token", rank=17)
+    def ms_per_token(self) -> float:
+        """Time of the steps per emitted token."""
+        return 1000.0 * ratio(self.steps["total_s"].sum(), self.steps["emitted"].sum())
+
+    def _share(self, name: str) -> float:
+        return ratio(self.steps[name].sum(), self.steps["total_s"].sum())
+
+    @metric("reading", "share", 17)
+    def share_draft_prefill(self) -> float:
+        """Share of that time in which the drafter read the prompt; part of drafting."""
+        return self._share("draft_prefill_s")
+
+    @property
+    def _masked(self) -> bool:
+        return bool(self.steps["mask_s"].any())
+
+    @metric("masks", "share", 10)
+    def share_masks(self) -> float:
+        """Share of that time for the masks of the output's format, in drafting and acceptance; in plain decoding,
+        what the format costs.
+        """
+        return self._share("mask_s") if self._masked else math.nan
+
+    @metric("forced", "share", 5)
+    def forced_share(self) -> float:
+        """Share of the tokens of steps that the format forced, which are accepted drafts."""
+        return ratio(self.steps["forced"].sum(), self.steps["emitted"].sum() if self._masked else 0)
+
+    @metric("corrected", "share", 12)
+    def corrected_share(self) -> float:
+        """Share of the tokens of steps that are correction tokens, with a format."""
+        corrected = (self.steps["closing"] == "corrected").sum()
+        return ratio(corrected, self.steps["emitted"].sum() if self._masked else 0)
+
+    # -- others ------------------------------------------------------------------------------------
+
+    @metric("memory", "bytes", 13)
+    def peak_memory_bytes(self) -> float:
+        """The largest peak memory of its generations."""
+        return float(self.done["peak_memory_bytes"].max())
+
+    @metric("log p/token", rank=11)
+    def log_probability(self) -> float:
+        """Log-probability per token of an output, mean over prompts, where a beam search is compared."""
+        found = self.done["log_probability"] / self.done["new_tokens"]
+        return float(found.groupby(self.done["prompt"]).mean().mean())
+
+    @metric("identical", "share", 13)
+    def identical_share(self) -> float:
+        """Share of greedy outputs that equal the baseline's."""
+        if self.pairs is None or self.pairs["identical"].isna().all():
+            return math.nan
+        return float(self.pairs["identical"].dropna().astype(bool).mean())
+
+    @metric("cached", "share", 12)
+    def cached_share(self) -> float:
+        """Share of the prompts' tokens that a server took from its cache, if it reports that."""
+        known = self.answers[self.answers["cached_tokens"].notna()]
+        return ratio(known["cached_tokens"].sum(), known["prompt_tokens"].sum())
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        """Its finished outputs that were decoded side by side with others, with ``token_s``, the time of a token."""
+        done = self.done[self.done["group"] != ""]
+        speed = done["tokens_per_second"].astype(float)
+        return done.assign(token_s=1.0 / speed.where(speed > 0))
+
+    @metric("requests", "count", 9)
+    def finished_requests(self) -> float:
+        """Requests that finished."""
+        return len(self.requests)
+
+    @metric("blocks", "count", 10)
+    def pool_peak_blocks(self) -> float:
+        """Most blocks of the target's KV cache in use at a time."""
+        return float(self.groups["pool_peak_blocks"].max())
+
+    @metric("pool", "bytes", 10)
+    def pool_peak_bytes(self) -> float:
+        """Their memory."""
+        return float(self.groups["pool_peak_bytes"].max())
+
+    # -- goodput -----------------------------------------------------------------------------------
+
+    @property
+    def _is_limited(self) -> bool:
+        return bool(self.summary.limits) and not self.part
+
+    @cached_property
+    def _units(self) -> pd.DataFrame:
+        units = self.summary.units_by_row if self._is_limited else {}
+        return units.get(self.config.id, pd.DataFrame(columns=["requests", "met", "seconds", "unit"]))
+
+    @metric("requests", "count", 6)
+    def sent_requests(self) -> float:
+        """Requests that were sent; of a failed group, all that it has where it finished."""
+        if not self._is_limited:
+            return math.nan
+        failed = self.outputs[self.outputs["status"] == "failed"]
+        sizes = failed["prompt"].map(self.summary.unit_sizes).where(failed["batch"].notna(), 1)
+        return float(self._units["requests"].sum() + int(sizes.fillna(1).sum()))
+
+    @metric("requests/s", "ratio", 5, interval=True)
+    def request_rate(self) -> Estimate:
+        """Finished requests per second."""
+        return _pooled(self._units, "requests", "seconds", "unit")
+
+    @metric("within", "share", 4)
+    def within_limits(self) -> float:
+        """Share of the requests within all limits of latency; failed ones are not."""
+        return ratio(self._units["met"].sum(), self.sent_requests.value)
+
+    @metric("goodput", "ratio", interval=True)
+    def goodput(self) -> Estimate:
+        """Requests per second within all limits of latency."""
+        return _pooled(self._units, "met", "seconds", "unit")
+
+    @metric("goodput ×", "ratio", 1, interval=True)
+    def goodput_ratio(self) -> Estimate:
+        """Goodput over the baseline's."""
+        pairs = self.summary.unit_pairs_by_row.get(self.config.id) if self._is_limited else None
+        if pairs is None:
+            return NO_FIGURE
+        names = ("met", "seconds", "base_met", "base_seconds", "unit")
+        met, seconds, base_met, base_seconds, units = (pairs[name].to_numpy() for name in names)
+        return stats.pooled_speedup(met, seconds, base_met, base_seconds, units, self.summary.confidence)
+
+
+def _share_of(part: str) -> Metric:
+    about = f"Share of the time of the steps for {part}."
+    return Metric(
+        lambda row: ratio(row.steps[f"{part}_s"].sum(), row.steps["total_s"].sum()), part, "share", 10,
+        interval=False, name=f"share_{part}", about=about,
+    )  # fmt: skip
+
+
+def _percentile_of(name: str, column: str, heading: str, form: Form, rank: int, percent: str) -> Metric:
+    return Metric(
+        lambda row: float(row.requests[column].astype(float).quantile(int(percent[1:]) / 100)),
+        f"{heading} {percent}", form, rank, interval=False, name=f"{name}_{percent}",
+        about=f"The {percent[1:]}th percentile over all requests of `{column}`.",
+    )  # fmt: skip
+
+
+for _part in PARTS:
+    _share_of(_part)
+for _number, _percent in enumerate(PERCENTILES):
+    _percentile_of("request_token_s", "token_s", "ms/token", "ms", 1 + 5 * _number, _percent)
+    _percentile_of("request_ttft_s", "ttft_s", "TTFT ms", "ms", 2 + 5 * _number, _percent)
+    _percentile_of("latency_s", "total_s", "total s", "number", 3 + 5 * _number, _percent)
+    _percentile_of("queued_s", "queued_s", "queued s", "number", 4 + 5 * _number, _percent)
+
+
+def _pooled(rows: pd.DataFrame, part: str, whole: str, unit: str, **ends: float) -> Estimate:
+    """Return the sum of one column over the sum of another, see ``stats.pooled_rate``; NaN without rows."""
+    if rows.empty:
+        return NO_FIGURE
+    sums = rows[part].to_numpy(dtype=float), rows[whole].to_numpy(dtype=float)
+    return stats.pooled_rate(*sums, rows[unit].to_numpy(), **ends)
+
+
+def _geometric_mean(
+    rows: pd.DataFrame, values: pd.Series[float], confidence: float = stats.CONFIDENCE
+) -> Estimate:
+    prompts, repeats = rows["prompt"].to_numpy(), rows["repeat"].to_numpy()
+    return stats.geometric_mean(values.to_numpy(), prompts, repeats, confidence)
+
+
+def costs_at(run: Run, config: Row) -> PassCosts:
+    """Return the costs of single passes after the context of a configuration and half of its output."""
+    costs, context = run.costs or PassCosts({}), config.condition.context
+    return costs if context is None else costs.at(context + (run.max_new_tokens or 0) / 2)
