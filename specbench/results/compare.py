@@ -18,11 +18,12 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, Json, finite_or_none
 from specbench.base.textsafe import counted, listed, one_line
 from specbench.results import stats
+from specbench.results.by_row import disturbance
 from specbench.results.metrics import RATES
 from specbench.results.pairs import whole_speed
 from specbench.results.results import Results
 from specbench.results.run import PLAIN, Run, find_config
-from specbench.results.summary import Summary, disturbance
+from specbench.results.summary import Summary
 from specbench.rows import Row
 
 COMPARISON_VERSION = 1

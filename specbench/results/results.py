@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from sys import intern
 from types import UnionType
@@ -121,9 +122,9 @@ class Results:
             >>> results.table()["speedup"].notna().any()
             True
         """
-        from specbench.results.summary import Summary
-
-        return Summary(self).table(by)
+        summary = import_module("specbench.results.summary")  # which is computed from this
+        table: pd.DataFrame = summary.Summary(self).table(by)
+        return table
 
 
 def load_results(path: str | Path) -> Results:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import counted, listed, one_line
 from specbench.results import stats
+from specbench.results.by_row import disturbance
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
-from specbench.results.summary import disturbance
 from specbench.rows import Row
 from specbench.show.document import Items, Paragraph, Part, Sheet, to_text
 from specbench.tune.candidates import NO_TIME
