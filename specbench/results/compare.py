@@ -129,7 +129,7 @@ def compare_configs(results: Results, a: str, b: str, metric: str = "tokens_per_
         raise UsageError("A configuration is compared with itself.", "Name two configurations.")
     label_a, label_b = one_line(first.label), one_line(second.label)
     frame = _values(Summary(results), metric)
-    rows = list(_rows(first, second, frame, frame, label_a, metric, at_once=True))
+    rows = list(_rows(first, second, frame, frame, label_a, metric, interleaved=True))
     if not rows:
         raise UsageError(
             f"{label_a} and {label_b} have no finished generation in common.", "Continue the sweep."
@@ -256,15 +256,15 @@ def compare_runs(
 
 def _rows(
     config_a: Row, config_b: Row, ours: pd.DataFrame, theirs: pd.DataFrame, label: str, metric: str,
-    *, at_once: bool = False,
+    *, interleaved: bool = False,
 ) -> Iterator[ComparedRow]:  # fmt: skip
     """Yield a row for all prompts, then one for each category if there are several; turns that only one side has
-    finished are left out. What was measured ``at_once`` is paired one by one.
+    finished are left out. What was measured ``interleaved`` is paired one by one.
     """
     ours, theirs = ours[ours["config"] == config_a.id], theirs[theirs["config"] == config_b.id]
     turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
     ours, theirs = ours.merge(turns), theirs.merge(turns)
-    compare = _of_sums if metric in RATES else _of_pairs if at_once else _of_prompts
+    compare = _of_sums if metric in RATES else _of_pairs if interleaved else _of_prompts
     for category, mine in _by_category(ours) if len(ours) else ():
         other = theirs[theirs["prompt"].isin(mine["prompt"])]
         a, b, ratio = compare(mine, other)
