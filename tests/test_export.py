@@ -352,7 +352,7 @@ def test_defaults_that_differ_are_written_out(name):
 
 
 def test_a_run_tells_of_its_heads(tmp_path):
-    story = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
+    story = {"kind": "eagle", "tokens": 9, "seconds": 1.0}
     drafters = (Drafter("head", 0.8, 0.1),)
     write_run(tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1)
 

@@ -331,5 +331,5 @@ class TestRendering:
     )
     def test_shares(self, accepted, text):
         steps = [(1, 1, int(i < accepted), 1, [0.5], (0.1,) * 6) for i in range(1000)]
-        sheets = tables.drafter_sheets(Summary(frame_of(row("d@2", "a-1", steps=steps))))
+        sheets = tables.acceptance_sheets(Summary(frame_of(row("d@2", "a-1", steps=steps))))
         assert sheets["Acceptance by position"].rows[0][5] == text

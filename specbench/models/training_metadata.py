@@ -1,7 +1,4 @@
-"""The training metadata of heads: the ``training.json`` next to a head, which ``specbench train`` writes.
-
-Results show it.
-"""
+"""The training metadata of heads: the ``training.json`` next to a head, which ``specbench train`` writes."""
 
 from __future__ import annotations
 
@@ -10,18 +7,9 @@ from typing import Annotated
 
 import msgspec
 
-from specbench.base.record import Count, Json, Number, Record, doc
+from specbench.base.record import Count, Json, Record, doc
 
 TRAINING_FILE = "training.json"
-
-
-class TrainingMeasurement(Record):
-    """A measurement of a head during its training."""
-
-    tokens: Annotated[Count, doc("trained on so far")]
-    tokens_per_step: Number
-    accepted: Annotated[list[Number], doc("share of those tested, by place in the draft")]
-    categories: Annotated[dict[str, Number], doc("tokens per step")]
 
 
 class TrainingMetadata(Record):
@@ -30,7 +18,6 @@ class TrainingMetadata(Record):
     kind: str
     form: Annotated[str | None, doc("`speculators` if it is written as that library writes heads")] = None
     tokens: Annotated[Count | None, doc("of text trained on")] = None
-    measured: list[TrainingMeasurement] = []
 
 
 def read_metadata(folder: Path) -> TrainingMetadata | None:

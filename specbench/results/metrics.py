@@ -20,7 +20,6 @@ from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.by_row import ByRow
 from specbench.results.predict import predict
-from specbench.results.steps import acceptance_rates
 
 if TYPE_CHECKING:
     from specbench.results.run import Run
@@ -348,16 +347,6 @@ class Figures:
     def alpha(self) -> Estimate:
         """Mean expected acceptance of tested tokens."""
         return self._rate("alpha", most=1.0)
-
-    @metric("first accepted", "share", 1)
-    def first_accepted(self) -> float:
-        """Accepted over tested tokens at the first position of drafts."""
-        return acceptance_rates(self.steps, 2)[0]
-
-    @metric("second accepted", "share", 2)
-    def second_accepted(self) -> float:
-        """Accepted over tested tokens at the second position of drafts."""
-        return acceptance_rates(self.steps, 2)[1]
 
     # -- prediction --------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from specbench.base.record import ratio
 from specbench.decoding.records import PARTS
 from specbench.results.lines import STEP_FIGURES, StepLists
 
@@ -43,18 +42,6 @@ def step_frame(generations: pd.DataFrame) -> pd.DataFrame:
     columns["output"] = np.repeat(generations.index[done].to_numpy(), counts)
     columns["prompt"] = np.repeat(pd.factorize(generations["prompt"])[0][done], counts)
     return pd.DataFrame(columns)
-
-
-def acceptance_rates(steps: pd.DataFrame, longest: int) -> list[float]:
-    """Return accepted over tested at positions 1 to ``longest``; NaN at positions where none was tested.
-
-    If the accepted path ends at the end of a branch that is not the tree's longest, that counts like a rejection,
-    since the step cannot accept more.
-    """
-    ended = np.minimum(steps["accepted"] + 1, steps["drafted"])
-    tested = steps["tested"].where(steps["nodes"] <= steps["drafted"], ended)
-    counts = at_least(steps["accepted"], longest), at_least(tested, longest)
-    return [ratio(part, whole) for part, whole in zip(*counts, strict=True)]
 
 
 def alpha_by_position(steps: pd.DataFrame, longest: int) -> list[float]:

@@ -106,7 +106,7 @@ def make_report(
     sheets = tables.service_sheets(summary)
     if summary.categories:
         sheets["By category"] = tables.category_sheet(summary)
-    sheets |= tables.drafter_sheets(summary)
+    sheets |= tables.acceptance_sheets(summary)
     parts: list[Part] = [Heading(name, 1)]
     for answer in answers:
         parts += [*answer_parts(answer), Items(answer.details)]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 from specbench.base.record import BASELINE, Estimate
@@ -258,16 +257,6 @@ _POSITIONS = (
     Column("rate_of_drafted", "accepted/drafted", "share", mark=_bound("rate_of_drafted")),
     Column("alpha", "α", rank=1),
 )
-_HEADS = (
-    _OF_FIGURES,
-    Column("figures.category", "category", "text"),
-    _figure("figures.tokens_per_step", rank=0),
-    Column(
-        "trained", "when trained", rank=3,
-        about="tokens per step, greedily and with chains, on held-out prompts of a category of that name",
-    ),
-    *_figures("first_accepted second_accepted speedup", "figures."),
-)  # fmt: skip
 
 # --- Sheets ---------------------------------------------------------------------------------------
 
@@ -362,51 +351,17 @@ def service_sheets(summary: Summary) -> dict[str, Sheet]:
     )
 
 
-def drafter_sheets(summary: Summary) -> dict[str, Sheet]:
-    """Return the tables of trained heads and of acceptance by position; see ``service_sheets``."""
+def acceptance_sheets(summary: Summary) -> dict[str, Sheet]:
+    """Return the table of acceptance by position; see ``service_sheets``."""
     places = positions(summary)
     least = (
         "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
         " counted as if all did."
     )
-    rows = list(_head_rows(summary))
     return _with_rows(
-        {
-            "Trained heads": table(rows, _HEADS, _head_notes([row.figures for row in rows])),
-            "Acceptance by position": table(places, _POSITIONS, [least] * any(row.least for row in places)),
-        }
+        {"Acceptance by position": table(places, _POSITIONS, [least] * any(row.least for row in places))}
     )
-
-
-def _head_rows(summary: Summary) -> Iterator[SimpleNamespace]:
-    """Yield the figures of each category of a configuration that drafts with a trained head, and tokens per step on
-    held-out prompts of it when the head was trained.
-    """
-    for config in summary.run.configs:
-        training = summary.run.heads.get(config.drafter)
-        if training is not None and training.measured:
-            kept = max(training.measured, key=lambda each: each.tokens_per_step)
-            for row in summary.categories:
-                if row.config.id == config.id and len(row.steps):
-                    yield SimpleNamespace(figures=row, trained=kept.categories.get(row.category, math.nan))
 
 
 def _with_rows(sheets: Mapping[str, Sheet]) -> dict[str, Sheet]:
     return {title: sheet for title, sheet in sheets.items() if sheet.rows}
-
-
-def _head_notes(rows: Sequence[Figures]) -> Iterator[str]:
-    """Yield where each configuration drafts worst, and where it is slower than plain decoding."""
-    if any("+" in row.config.drafter for row in rows):
-        yield "In a cascade the drafts of both parts count."
-    for label in dict.fromkeys(row.config.label for row in rows):
-        mine = [row for row in rows if row.config.label == label]
-        slower = [row.category for row in mine if row.verdict == "slower"]
-        if slower:
-            provisionally = " (provisionally)" if any(row.provisional for row in mine) else ""
-            yield f"{label} is slower than plain decoding on {', '.join(slower)}{provisionally}."
-        known = [row for row in mine if not math.isnan(row.first_accepted.value)]
-        if len(known) > 1:
-            worst = min(known, key=lambda row: row.first_accepted.value)
-            first = f"{_percent(worst.first_accepted.value)} of the first tokens of its drafts are accepted"
-            yield f"{label} drafts worst on {worst.category}: {first}."
