@@ -173,6 +173,8 @@ BAD: list[tuple[str, Any]] = [
     ("field temperature, top_p", changed(top_p=7)),
     ("field continue_final_message", changed(continue_final_message=True)),
     ("field allowed_token_ids", changed(extra_body={"allowed_token_ids": [1]})),
+    ("field a_new_one", changed(extra_body={"a_new_one": 2})),
+    ("field options", changed(options={"repeat_penalty": 1.1})),
     ("field min_tokens", {**PLAIN_LINE, "temperature": 0, "min_tokens": 3}),
     ("temperature", {"prompt": "Hello", "answer": TEXT}),
     ("kind", changed(temperature=0.7)),

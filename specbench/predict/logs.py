@@ -52,6 +52,17 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Fields that change what a prompt or an answer is, with values at which they do not; nor do empty ones."""
 
+_KNOWN = (
+    "temperature top_k top_p min_p repetition_penalty messages prompt prompt_token_ids tools chat_template_kwargs"
+    " reasoning_effort max_tokens max_completion_tokens body extra_body custom_id id method url model user metadata n"
+    " seed stop stop_token_ids ignore_eos stream stream_options logprobs top_logprobs prompt_logprobs return_token_ids"
+    " return_tokens_as_token_ids n_probs post_sampling_probs skip_special_tokens spaces_between_special_tokens"
+    " include_stop_str_in_output parallel_tool_calls store service_tier timeout priority request_id cache_prompt"
+    " cache_salt id_slot timings_per_token"
+)
+"""Fields of requests that are read, or that change neither the prompt nor the distribution of the answer's tokens."""
+_HARMLESS = frozenset(_KNOWN.split())
+
 _HOLDERS = ("message", "text", "answer", "token_ids", "logprobs")
 """What holds an answer."""
 
@@ -139,7 +150,11 @@ class _Reader:
             raise UnusableError("form")
         asked = record.get("request", {})
         asked = asked.get("body", asked)
-        request = {**record, **asked, **asked.get("extra_body", {})}
+        asked = {**asked, **asked.get("extra_body", {})}
+        unknown = (each for each in asked if asked[each] and each not in _HARMLESS and each not in _NEUTRAL)
+        if field_name := next(unknown, None):
+            raise UnusableError("field", field_name)
+        request = {**record, **asked}
         for field_name, neutral in _NEUTRAL.items():
             if request.get(field_name) not in (None, "", [], {}, *neutral):
                 raise UnusableError("field", field_name)
