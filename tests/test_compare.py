@@ -72,7 +72,9 @@ def test_each_category_has_its_row(tmp_path):
     times = {prompt: (2 if "code" in prompt else 0.5) * 1.001**i for i, prompt in enumerate(PROMPTS)}
     mine = {prompt: [value * times[prompt] for value in PLAIN[prompt]] for prompt in PROMPTS}
     df = load_results(write_exact(tmp_path / "r", {"plain": PLAIN, "d@1": mine}))
-    rows = {row.category: row for row in compare_configs(df, "d@1", "plain").rows}
+    compared = compare_configs(df, "d@1", "plain")
+    assert [line.split()[0] for line in shown(compared).splitlines()[6:9]] == ["all", "chat", "code"]
+    rows = {row.category: row for row in compared.rows}
     assert {name: row.ratio.value for name, row in rows.items()} == pytest.approx(
         {None: 1.0, "chat": 0.5, "code": 2.0}, rel=0.01
     )

@@ -96,7 +96,7 @@ def test_the_masked_distribution_is_the_targets_without_what_does_not_match():
 def test_greedy_outputs_are_those_of_the_masked_target(target, options):
     decoding = DecodingOptions(max_new_tokens=40, **options)
     recipe = Recipe(ModelSpec("folder", "tiny"), decoding=decoding)
-    expected = reference_output(target.language_model, recipe, PROMPT).tokens
+    expected = reference_output(target.language_model, recipe, PROMPT)
     forced = 0
     for drafter in ("none", *DRAFTERS):
         result = speculative_generate(PROMPT, target, drafter, gamma=3, decoding=decoding)

@@ -196,7 +196,7 @@ def test_the_checks_reference_has_them_too(name):
     model = model_with(SETTINGS[name])
     known = wrap_model(model, None)
     recipe = Recipe(ModelSpec("folder", "tiny"), decoding=DecodingOptions(max_new_tokens=NEW))
-    assert reference_output(known, recipe, PROMPT).tokens == answer(model, PROMPT)
+    assert reference_output(known, recipe, PROMPT) == answer(model, PROMPT)
 
 
 # -- what is told, and what is refused -------------------------------------------------------------

@@ -92,6 +92,7 @@ def tune_models(
     with ExitStack() as stack:
         with starting(quiet) as progress, quiet_transformers():
             from specbench.decoding.sampling import Sampling
+            from specbench.models.default import default_drafter
             from specbench.tune.loading import Candidates, asked_for
 
             Sampling(temperature=search.temperature)  # refuses one that is no temperature
@@ -123,10 +124,15 @@ def tune_models(
         job = TuneJob(session, quiet)
         progress = stack.enter_context(StageProgress(quiet, animated=False))
         job.say_at_start(start, notes, "" if search.resume else None)
+        needed = asked_for(configs, engine, given, default_drafter(base))
         answer, searching = job.search(
-            choose, {row.id: row.drafter for row in configs}, asked_for(configs, engine, given), began,
-            60 * (search.minutes or MINUTES), progress,
-        )  # fmt: skip
+            choose,
+            {row.id: row.drafter for row in configs},
+            needed,
+            began,
+            60 * (search.minutes or MINUTES),
+            progress,
+        )
     written = _write_configuration(job, answer, searching, search.out)
     lines = [f"Decode:  {command}"] if (command := job.command()) else []
     facts: Json = {"configuration": str(search.out) if written else None}

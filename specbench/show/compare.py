@@ -51,7 +51,11 @@ def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label",
         sheet,
         headings=[*sheet.headings, "verdict"],
         rows=[
-            [cells[0] or "all", *cells[1:], compared.verdict_text(row)]
+            [
+                "all" if row.category is None and of == "category" else cells[0],
+                *cells[1:],
+                compared.verdict_text(row),
+            ]
             for cells, row in zip(sheet.rows, rows, strict=True)
         ],
         values=[],
