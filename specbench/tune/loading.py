@@ -19,7 +19,7 @@ from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import default_cache
 from specbench.options import quantized
 from specbench.recipe import Recipe, with_small_models
-from specbench.specs.drafters import DrafterSpec, Mtp, SelfForm, SmallModel, after_grammar
+from specbench.specs.drafters import DrafterSpec, Lookup, Mtp, SelfForm, SmallModel, after_grammar
 from specbench.specs.policies import Auto
 from specbench.tune.candidates import drafters_to_try, is_tried
 
@@ -161,11 +161,13 @@ def configurations(
 def asked_for(
     rows: Sequence[Row], engine: ModelEngine, given: Sequence[DrafterSpec], default: DrafterSpec
 ) -> dict[str, list[str]]:
-    """Return what has to be raced: the default drafter with ``auto``, which other commands take without options, and
-    each given drafter, in any dtype.
+    """Return what has to be raced: the default drafter with ``auto``, which other commands take without options; a
+    fixed length of ``lookup``, which other engines have too; and each given drafter, in any dtype.
     """
     usual = {each.name for each in engine.drafters if each.spec == default}
-    found = {str(default): [row.id for row in rows if row.drafter in usual and row.policy == Auto()]}
+    found = {f"{default} auto": [row.id for row in rows if row.drafter in usual and row.policy == Auto()]}
+    copies = {each.name for each in engine.drafters if each.spec == Lookup()}
+    found["lookup"] = [row.id for row in rows if row.drafter in copies and row.gamma is not None]
     for spec in given:
         forms = {spec, with_small_models(spec, _as_int4)}
         forms |= {after_grammar(each) or each for each in forms}
