@@ -10,7 +10,6 @@ from specbench.decoding.sampling import Sampling
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.models.prepare import prepare
-from specbench.options import CacheOptions, quantized
 from specbench.policies import FixedLength, build_policy
 
 if TYPE_CHECKING:
@@ -93,16 +92,6 @@ class LoadedRecipe:
 def transforms_of(recipe: Recipe, model: LanguageModel) -> Sampling:
     """Return the transforms of a recipe, with the model's own settings."""
     return model.transforms(Sampling(**recipe.sampling.transforms), recipe.decoding)
-
-
-def with_default_cache(recipe: Recipe) -> Recipe:
-    """Return a recipe with the default KV cache of an int8 or int4 target, whose configuration is read."""
-    if quantized(recipe.models.dtype) is None:
-        return recipe
-    from specbench.models.load import load_config
-    from specbench.models.target import default_cache
-
-    return recipe.with_groups(CacheOptions(default_cache(load_config(recipe.target), quantized=True)))
 
 
 def load_models(

@@ -132,7 +132,7 @@ def experiment(
             target, models or ModelOptions(), caching or CacheOptions(), decoding, template
         )
         if caching is None:
-            from specbench.loaded import with_default_cache
+            from specbench.models.default import with_default_cache
 
             base = with_default_cache(base)
         named = [default_drafter(base)] if drafters is None else map(parse_drafter, dict.fromkeys(drafters))

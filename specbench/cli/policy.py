@@ -49,7 +49,7 @@ def parse_recipe(ctx: typer.Context, drafting: DraftingOptions, *groups: Any) ->
 
 def with_cache(ctx: typer.Context, recipe: Recipe) -> Recipe:
     """Return a recipe with the default KV cache of an int8 or int4 target, unless one was chosen."""
-    from specbench.loaded import with_default_cache
+    from specbench.models.default import with_default_cache
 
     return recipe if is_chosen(ctx, "cache") else with_default_cache(recipe)
 

@@ -29,6 +29,7 @@ from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
 from specbench.experiment import Experiment, opened
 from specbench.export.registry import load_engine
+from specbench.models.find import require_models
 from specbench.options import quantized
 from specbench.recipe import Recipe
 from specbench.rows import conditions_of
@@ -79,6 +80,7 @@ def tune_models(
                 f"The drafter {spec} cannot be predicted.", "Measure it with `specbench sweep --until sure`."
             )
     base = Recipe.of_target(target, models, decoding, template)
+    require_models(base.target, *(part.model for spec in given for part in spec.models))
     options = SweepOptions(
         conditions_of(temperature=[search.temperature]),
         gammas=GAMMAS,

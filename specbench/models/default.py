@@ -1,4 +1,4 @@
-"""The drafter that is taken where none is named."""
+"""The drafter and the KV cache that are taken where none are named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.options import ModelOptions, quantized
+from specbench.options import CacheOptions, ModelOptions, quantized
 from specbench.specs.drafters import DrafterSpec, parse_drafter
 from specbench.specs.models import CHECKPOINT_MTP
 
@@ -32,6 +32,16 @@ def default_drafter(recipe: Recipe) -> DrafterSpec:
         elif has_mtp_layers(recipe.target):
             word = CHECKPOINT_MTP.name
     return parse_drafter(word)
+
+
+def with_default_cache(recipe: Recipe) -> Recipe:
+    """Return a recipe with the default KV cache of an int8 or int4 target, whose configuration is read."""
+    if quantized(recipe.models.dtype) is None:
+        return recipe
+    from specbench.models.load import load_config
+    from specbench.models.target import default_cache
+
+    return recipe.with_groups(CacheOptions(default_cache(load_config(recipe.target), quantized=True)))
 
 
 def _passes_in_int4(models: ModelOptions) -> bool:

@@ -34,11 +34,11 @@ def speedup(run: PlotData) -> Figure:
 
 
 def _fastest(series: Sequence[Series]) -> str:
-    """Return a sentence that names the fastest row and the fastest of fixed γ."""
+    """Return a sentence that names the highest speedup, and that of fixed γ: which is fastest, verdicts say."""
     rows = [(each, row) for each in series for row in each.rows if math.isfinite(row.speedup.value)]
     fixed = [pair for pair in rows if not pair[0].adapts]
     names = [
         f"{each.name if each.adapts else each.name_at(row)}, {ratio_text(row.speedup)}"
         for each, row in (max(some, key=lambda pair: pair[1].speedup.value) for some in (rows, fixed) if some)
     ]
-    return f"Fastest: {'; of fixed γ: '.join(dict.fromkeys(names))}."
+    return f"Highest: {'; of fixed γ: '.join(dict.fromkeys(names))}."
