@@ -383,8 +383,13 @@ TEXTS: dict[str, tuple[dict[str, Any], str, bool, list[str]]] = {
     ),
     "one prompt": (
         {"predicted": BOTH, "prompts": 1},
-        "Not known yet: d auto, 2.00× [too few to say] over plain decoding leads (provisional).", True,
+        "Not known yet: the provisional choice is d auto, 2.00× [too few to say] over plain decoding.", True,
         ["Raced on 1 of 1 prompt beside", "One prompt says nothing of others: give more with --prompts."],
+    ),
+    "one prompt, on which a worse prediction is faster": (
+        {"predicted": {"d@auto": 3.0, "e@auto": 1.1}, "speeds": {"d@auto": 1.5, "e@auto": 1.9}, "prompts": 1},
+        "Not known yet: the provisional choice is d auto, 1.50× [too few to say] over plain decoding; 1 other meas",
+        True, ["and e auto 1.90×"],
     ),
     "left out by prediction": (
         {"drafters": "def", "predicted": {**BOTH, "f@auto": 0.5}}, "Yes: d auto, 2.01× [", False,
@@ -401,7 +406,7 @@ TEXTS: dict[str, tuple[dict[str, Any], str, bool, list[str]]] = {
     ),
     "no gain, and a rival failed": (
         {"predicted": BOTH, "speeds": {"d@auto": 0.5}, "broken": "e"},
-        "Not known yet: plain decoding leads (provisional); the best drafter is d auto, 0.50× [", True,
+        "Not known yet: the provisional choice is plain decoding; the best drafter is d auto, 0.50× [", True,
         ["Not compared: e (predicted 1.50×; failed: no memory)."],
     ),
 }  # fmt: skip
@@ -446,7 +451,7 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path):
     assert found.race.verdict == "open"
     answer = find_answer(found, load_results(tmp_path))
     assert (answer.choice, answer.provisional) == (found.race.leader, True)
-    assert answer.headline.startswith("Not known yet: d auto, 1.")
+    assert answer.headline.startswith("Not known yet: the provisional choice is d auto, 1.")
     assert any("--resume" in each for each in answer.details)
     config, _ = config_from_recipe(RECIPE, provisional=answer.provisional)
     assert config.provisional

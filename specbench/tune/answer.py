@@ -70,9 +70,11 @@ def find_answer(search: Search, results: Results) -> TuningAnswer:
             f"No, speculation {said} here: the best drafter that was raced is {what} over plain decoding."
         )
     elif leader == race.plain:
-        headline = f"Not known yet: plain decoding leads (provisional); the best drafter is {what} of it."
+        headline = (
+            f"Not known yet: the provisional choice is plain decoding; the best drafter is {what} of it."
+        )
     else:
-        headline = f"Not known yet: {what} over plain decoding leads (provisional)."
+        headline = f"Not known yet: the provisional choice is {what} over plain decoding{_above(race)}."
     measured = [name for name in race.names if name != race.plain and race.num_blocks(name)]
     return TuningAnswer(
         headline=headline,
@@ -108,6 +110,13 @@ def _predicted_answer(search: Search, disturbed: str) -> TuningAnswer:
 
 def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def _above(race: Race) -> str:
+    """Return how many candidates were measured faster than the leader, which is chosen by predictions too."""
+    speedup = race.speedup(race.leader).value
+    above = [name for name in _measured_to_the_end(race) if race.speedup(name).value > speedup]
+    return f"; {counted(len(above), 'other')} measured higher" if above else ""
 
 
 def _best_drafting(race: Race) -> str | None:
@@ -267,7 +276,7 @@ def _outcome(race: Race, name: str) -> str:
     if not race.num_blocks(name):
         return "not measured"
     if name == race.leader:
-        return "leads" if race.open else "leader"
+        return "provisional choice" if race.open else "leader"
     value = race.upper_bound(name, race.leader)
     bound = f"{math.ceil(100 * value) / 100:.2f}" if value < stats.WIDEST else "any"
     if name in race.rivals or (name == race.plain and name in race.open):
