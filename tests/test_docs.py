@@ -187,19 +187,14 @@ def test_the_commands_of_readme_and_tutorial_run(commands, tmp_path, monkeypatch
             assert accepted(captured.out, captured.err) > 0, shlex.join(arguments)
 
 
-def commands_of(page: str) -> tuple[str, list[list[str]]]:
-    """Return a page of docs/, and the commands on it."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL))
-    return text, [shlex.split(line)[1:] for line in blocks.splitlines()]
-
-
 def test_the_options_for_two_gpus_are_taken(tmp_path, monkeypatch, capsys):
     """On a CPU in place of each GPU; the engine's command is taken, but there is no such program."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     places = {"org/big": str(save_tiny(tmp_path / "big")), "org/small": str(save_tiny(tmp_path / "small", 1))}
-    _, commands = commands_of("two-gpus.md")
+    _, text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").split("\n## Two GPUs\n")
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL))
+    commands = [shlex.split(line)[1:] for line in blocks.splitlines()]
     assert [each[0] for each in commands] == ["generate", "generate", "sweep", "tune"]
     for arguments in commands:
         code = run(

@@ -147,7 +147,7 @@ def test_a_tree_is_drawn_by_branches(snapshot):
 def test_the_header_says_how_a_tree_is_verified(method):
     options = {"draft_policy": "static-tree", "verification": method}
     beginning = header(options=options)
-    assert f"by {method}, see docs/trees.md" in shown(beginning)
+    assert f"by {method}, see docs/draft-policies.md" in shown(beginning)
     assert "r < p/q" not in shown(beginning)
     corrected = last(beginning, event(replace(TREE, closing="corrected")))
     assert ("the residual of p₃" in corrected) == (method != "naive")

@@ -52,7 +52,7 @@ def find_class(spec: Outside) -> type[FreeDrafter]:
         if getattr(found, method) is getattr(base, method, None):
             raise UsageError(
                 f"The drafter {spec} lacks the method {method}.",
-                "Define it; docs/write-a-drafter.md says what each method does.",
+                "Define it; docs/drafters.md says what each method does.",
             )
     if found.propose is not base.propose:
         raise UsageError(

@@ -1,5 +1,5 @@
 """What forward passes cost that several requests share, by batch size, and one request's part of it
-(docs/batching.md).
+(docs/design.md).
 """
 
 from __future__ import annotations

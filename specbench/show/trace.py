@@ -144,7 +144,7 @@ class TraceParts:
         if self._greedy:
             return "a draft is accepted if it is the argmax of p"
         if self._method is not None:
-            return f"by {self._method}, see docs/trees.md"
+            return f"by {self._method}, see docs/draft-policies.md"
         return "a draft is accepted if r < p/q"
 
     def _origin(self, step: TraceStep) -> str:

@@ -166,7 +166,7 @@ class Grammar(FreeSpec, word="grammar", drafter="grammar:GrammarDrafter"):
 
 @dataclass(frozen=True)
 class Outside(FreeSpec, word="FILE.py", drafter="outside:make_outside"):
-    """A drafter of your own, such as ./mine.py:MyDrafter (docs/write-a-drafter.md): a class in a file."""
+    """A drafter of your own, such as ./mine.py:MyDrafter (docs/drafters.md): a class in a file."""
 
     cls: str
     file: ModelSpec

@@ -70,5 +70,5 @@ def told(what: str, kind: type | None = None, *methods: str) -> Iterator[None]:
         said = one_line(error)
         if not isinstance(error, UsageError):
             said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-        hint = "Correct it; docs/write-a-drafter.md says what a drafter promises."
+        hint = "Correct it; docs/drafters.md says what a drafter promises."
         raise RunError(f"{what} ({place}): {said.rstrip('. ')}.", hint) from error
