@@ -52,8 +52,7 @@ class StepCosts:
 
 def steps_of(row: Row) -> Iterable[dict[str, float]]:
     """Yield the recorded steps of a generation."""
-    for values in zip(*(getattr(row["steps"], name) for name in STEP_FIGURES), strict=True):
-        yield dict(zip(STEP_FIGURES, map(float, values), strict=True))
+    yield from row["steps"][[*STEP_FIGURES]].astype(float).to_dict("records")
 
 
 def rate(row: Row) -> float:
@@ -63,7 +62,7 @@ def rate(row: Row) -> float:
 
 def first_tokens(row: Row) -> int:
     """Return the number of tokens before the first step."""
-    return int(row["new_tokens"]) - int(sum(row["steps"].emitted))
+    return int(row["new_tokens"]) - int(row["steps"]["emitted"].sum())
 
 
 def right_drafts(rows: Iterable[Row], output: Sequence[int]) -> list[bool | None]:
@@ -168,12 +167,14 @@ def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]
     """
     plain: dict[Unit, list[Row]] = defaultdict(list)
     by_drafter: dict[str, list[Row]] = defaultdict(list)
-    for row in results.generations.to_dict("records"):
-        if row["status"] != "ok" or row["temperature"] != 0 or not row["steps"].emitted:
+    steps = dict(iter(results.steps.groupby("output")))
+    for at, row in results.generations.to_dict("index").items():
+        if row["status"] != "ok" or row["temperature"] != 0 or at not in steps:
             continue
+        row["steps"] = steps[at]
         if row["kind"] == "plain":
             plain[row["prompt"], row["turn"]].append(row)
-        elif row["kind"] == "speculative" and not row["steps"].parents:
+        elif row["kind"] == "speculative" and row["steps"]["parents"].isna().all():
             by_drafter[row["drafter"]].append(row)
     found = []
     for drafter, rows in by_drafter.items():
@@ -194,7 +195,7 @@ def _study_drafter(
     units: Mapping[Unit, Sequence[Row]], plain: Mapping[Unit, Sequence[Row]], gamma_max: int | None
 ) -> dict[str, Any]:
     rows = [row for mine in units.values() for row in mine]
-    recorded = int(max(max(row["steps"].drafted) for row in rows))
+    recorded = int(max(row["steps"]["drafted"].max() for row in rows))
     longest = gamma_max or recorded
     base = [row for unit in units for row in plain[unit]]
     costs = step_costs([*rows, *base], max(longest, recorded) + 1)
@@ -256,7 +257,7 @@ class _Known:
             for output, row in {tuple(row["token_ids"]): row for row in mine}.items():
                 first, room_for_all = first_tokens(row), row["finish_reason"] != "length"
                 course = best_course(self._right[unit][output], first, longest, room_for_all, costs)
-                prefill = min(sum(each["steps"].draft_prefill_s) for each in mine) if any(course) else 0.0
+                prefill = min(each["steps"]["draft_prefill_s"].sum() for each in mine) if any(course) else 0.0
                 seconds = costs.reading(prefill) + sum(map(costs.of, course))
                 ratios[output] = (len(output) - first) / seconds / self._bases[unit]
                 courses += course

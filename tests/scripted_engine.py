@@ -24,14 +24,12 @@ from specbench.recipe import Recipe
 from specbench.results.lines import (
     STEP_FIGURES,
     CostLine,
-    DrafterTimes,
     Generation,
     Group,
     MeasuredOutput,
     Pool,
     RequestLine,
     StepLists,
-    TargetTimes,
 )
 from specbench.results.run import Environment, Run, TargetModel
 from specbench.results.store import RunStore
@@ -258,11 +256,12 @@ def cost_lines(
     target: Mapping[int, list[float]], drafters: Mapping[str, list[float]], context: int
 ) -> list[CostLine]:
     """Times of single passes, by tokens and by drafter."""
-    lines: list[CostLine] = [
-        TargetTimes(tokens=n, seconds=seconds, context_tokens=context) for n, seconds in target.items()
+    lines = [
+        CostLine(kind="target", tokens=n, seconds=seconds, context_tokens=context)
+        for n, seconds in target.items()
     ]
     return lines + [
-        DrafterTimes(drafter=name, seconds=seconds, context_tokens=context)
+        CostLine(kind="drafter", drafter=name, seconds=seconds, context_tokens=context)
         for name, seconds in drafters.items()
     ]
 

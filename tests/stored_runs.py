@@ -208,9 +208,7 @@ def run_of(fields: Mapping[str, Any]) -> Run:
 
 def measurement(row: Mapping[str, Any]) -> Measurement:
     """A line of ``generations.jsonl``."""
-    found = parse_line(json.dumps(row).encode())
-    assert found is not None
-    return found
+    return parse_line(json.dumps(row).encode())
 
 
 # -- with given speeds -------------------------------------------------------------------------------

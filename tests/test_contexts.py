@@ -28,7 +28,7 @@ from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
-from specbench.results.lines import DrafterTimes, ReadingTimes
+from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.summary import Summary
 from specbench.rows import conditions_of
@@ -178,7 +178,13 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
     assert costs.at(0).drafter_s["d"] == pytest.approx(0.01), "not below a tenth, or 0"
     assert msgspec.json.decode(msgspec.json.encode(costs), type=PassCosts) == costs
     longer = [
-        DrafterTimes(drafter="d", seconds=[0.001 * x + 3 * (0.001 * x - 0.05)], context_tokens=x, passes=4)
+        CostLine(
+            kind="drafter",
+            drafter="d",
+            seconds=[0.001 * x + 3 * (0.001 * x - 0.05)],
+            context_tokens=x,
+            passes=4,
+        )
         for x in (100, 200, 400)
     ]
     costs = pass_costs([*lines, *longer])
@@ -191,8 +197,8 @@ def test_the_reading_of_a_context_has_its_own_costs():
     lines = [
         *cost_lines({1: [1.0]}, {"d": [0.1]}, 100),
         *cost_lines({1: [1.1]}, {"d": [0.2]}, 200),
-        ReadingTimes(drafter="d", seconds=[4.0], context_tokens=200),
-        ReadingTimes(drafter="d", seconds=[1.0, 3.0, 1.5], context_tokens=100),
+        CostLine(kind="reading", drafter="d", seconds=[4.0], context_tokens=200),
+        CostLine(kind="reading", drafter="d", seconds=[1.0, 3.0, 1.5], context_tokens=100),
     ]
     costs = pass_costs(lines)
     assert costs.reading_s == costs.at(170).reading_s == {"d": {100: 1.5, 200: 4.0}}

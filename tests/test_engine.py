@@ -29,7 +29,7 @@ from specbench.models.prepare import LoadedDrafter, prepare
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
-from specbench.results.lines import DrafterTimes, ReadingTimes, TreeTimes
+from specbench.results.lines import CostLine
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import Lookup, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
@@ -204,13 +204,13 @@ def test_a_drafter_that_was_not_loaded_fails_where_it_is_needed(engine):
 def test_costs_are_times_of_single_passes(engine):
     engine._clock = Ticking()
     costs = engine.measure_costs(PROMPT, [1, 2, 5])
-    readings = [line for line in costs if isinstance(line, ReadingTimes)]
+    readings = [line for line in costs if line.kind == "reading"]
     assert all(len(line.seconds) == 1 for line in readings)
     assert [line.seconds for line in costs if line not in readings] == [[1.0, 1.0]] * 9
     assert {line.context_tokens for line in costs} == {256}
     assert pass_costs(costs).target_s == {1: 1.0, 2: 1.0, 5: 1.0}
     assert len(pass_costs(costs).drafter_s) == 3
-    assert {line.passes for line in costs if isinstance(line, DrafterTimes)} == {1, 4}
+    assert {line.passes for line in costs if line.kind == "drafter"} == {1, 4}
     # Nothing is left behind.
     assert run(engine, grid()[0]).token_ids == plainly(engine)
 
@@ -251,11 +251,11 @@ def test_a_drafter_with_several_names_is_timed_once(engine):
 def test_drafters_are_timed_with_several_nodes_abreast(engine):
     engine._clock = Ticking()
     costs = engine.measure_costs(PROMPT, [1], (2, 3))
-    timed = {(line.drafter, line.nodes): len(line.seconds) for line in costs if isinstance(line, TreeTimes)}
+    timed = {(line.drafter, line.nodes): len(line.seconds) for line in costs if line.kind == "tree"}
     assert timed == {(name, nodes): 2 for name in ("small", "self:int8") for nodes in (2, 3)}
     several = {("a", 4): [7.0], ("a", 2): [4.0], ("b", 2): [1.0]}
     trees = [
-        TreeTimes(drafter=name, nodes=nodes, seconds=seconds, context_tokens=5)
+        CostLine(kind="tree", drafter=name, nodes=nodes, seconds=seconds, context_tokens=5)
         for (name, nodes), seconds in several.items()
     ]
     rows_s = pass_costs([*cost_lines({1: [1.0]}, {"a": [2.0, 3.0, 9.0]}, 5), *trees]).rows_s

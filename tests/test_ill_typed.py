@@ -19,7 +19,7 @@ from scripted_engine import ScriptedEngine, describe, make_sweep, measure, new_s
 from test_trace import REJECTION, SUMMARY, event, header, prefill
 from tiny import save_tiny
 
-from specbench.base.errors import SpecbenchError, UsageError
+from specbench.base.errors import SpecbenchError
 from specbench.base.record import to_dict
 from specbench.bench.manifest import merge_runs, refuse_other
 from specbench.bench.passes import pass_costs
@@ -29,7 +29,6 @@ from specbench.models.target import load_target
 from specbench.results.compare import compare_configs, compare_runs
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
-from specbench.results.summary import Summary
 from specbench.results.trace import parse_trace
 from specbench.show import report as content
 from specbench.show.document import to_markdown
@@ -166,26 +165,6 @@ def test_ill_typed_results(stored, name):
     assert len(accepted) > 20
     some = random.Random(0).sample(accepted, 4)  # each takes a while
     assert not complaints(some, use)[1]
-
-
-@pytest.mark.parametrize("field", ["costs", "environment", "options"])
-def test_a_run_with_one_bad_field_gives_the_rest(stored, field):
-    run = json.loads(stored.lines("run.json")[0])
-    if field == "costs":
-        run["costs"]["drafter_rows_s"] = {"d": {"1": -1.0}}
-        stored.replace("run.json", 0, run)
-    else:
-        stored.replace("run.json", 0, {**run, field: 7 if field == "options" else {"cores": -1}})
-    if field == "options":
-        with pytest.raises(UsageError, match="options"):
-            load_results(stored.folder)
-        return
-    results = load_results(stored.folder)
-    assert len(results.done)
-    assert [field in each for each in results.problems] == [True]
-    assert results.run.costs is not None
-    assert Summary(results).rows
-    stored.use_read_only()
 
 
 # -- traces ----------------------------------------------------------------------------------------

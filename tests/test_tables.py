@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -24,6 +25,7 @@ from specbench.results.lines import StepLists
 from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results, row_cells
 from specbench.results.run import Environment, Run, TargetModel
+from specbench.results.steps import step_frame
 from specbench.results.summary import Summary
 from specbench.show import document, tables
 
@@ -68,7 +70,9 @@ def frame_of(*rows: dict[str, Any], order: Sequence[str] = (), costs: Any = None
         configs=[row_of(name) for name in order or dict.fromkeys(each["config"] for each in rows)],
         costs=None if costs is None else msgspec.convert(costs, PassCosts, strict=False),
     )  # fmt: skip
-    return Results(run, pd.DataFrame(list(rows)))
+    frame = pd.DataFrame(list(rows))
+    steps = {at: row["steps"] for at, row in enumerate(rows) if row["status"] == "ok"}
+    return Results(run, frame, step_frame(steps, frame["prompt"]))
 
 
 def beside_plain(*speeds: float | tuple[float, ...], **fields: Any) -> list[dict[str, Any]]:
@@ -313,7 +317,7 @@ class TestRendering:
 
     def test_predictions_of_a_disturbed_run_are_withheld(self, made):
         count = len(made.generations)
-        df = Results(made.run, made.generations.assign(warnings=[["machine-busy"]] * count))
+        df = replace(made, generations=made.generations.assign(warnings=[["machine-busy"]] * count))
         quiet, busy = Summary(made), Summary(df)
         names = [name for name in quiet.table().columns if name.startswith("predicted_speedup")]
         assert quiet.table()[names].notna().any(axis=None)

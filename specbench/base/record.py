@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import msgspec
@@ -113,37 +112,6 @@ def wrong_field(error: Exception) -> str:
         name = text.split("`")[1]
         return f"{place}.{name}" if place else name
     return place
-
-
-_PLACE = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
-
-
-def without_wrong_fields(whole: Any, kind: type[AnyRecord]) -> tuple[AnyRecord, list[str]]:
-    """Convert JSON data to a record, and leave out (of ``whole`` too) which of its parts are invalid.
-
-    Returns:
-        The record, and the invalid fields: each is left out with the smallest part that the record can do without.
-
-    Raises:
-        ValueError: It cannot do without some.
-    """
-    left_out: list[str] = []
-    while True:
-        try:
-            return from_dict(whole, kind), left_out
-        except ValueError as error:
-            wrong = wrong_field(error)
-            inner, holder, last = whole, None, None
-            for name, index in _PLACE.findall(wrong):
-                if index == "..." or (name and name not in inner):
-                    break
-                last = int(index) if index else name
-                inner, holder = inner[last], inner
-            if holder is None:
-                raise
-            del holder[last]
-            if not left_out or not left_out[-1].startswith(wrong):  # or what it was needed in goes too
-                left_out.append(wrong)
 
 
 def finite(data: Any) -> Any:

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from specbench.decoding.theory import PassCosts, fit_context, never_falling
-from specbench.results.lines import (
-    CostLine,
-    DrafterTimes,
-    ReadingTimes,
-    TargetTimes,
-    TreeTimes,
-)
+from specbench.results.lines import CostLine
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +41,12 @@ def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
     A line for trees has the time of two forward passes together. The time of the second one is this time minus that of
     the first one.
     """
-    contexts = {line.context_tokens for line in lines if not isinstance(line, ReadingTimes)}
+    contexts = {line.context_tokens for line in lines if line.kind != "reading"}
     first = min(contexts, default=0)
-    targets = _by_context(_medians(lines, TargetTimes, "tokens", "context_tokens"))
-    drafts = _by_context(_medians(lines, DrafterTimes, "drafter", "passes", "context_tokens"))
+    targets = _by_context(_medians(lines, "target", "tokens", "context_tokens"))
+    drafts = _by_context(_medians(lines, "drafter", "drafter", "passes", "context_tokens"))
     drafters = {name: times for (name, passes), times in drafts.items() if passes == 1}
-    trees = _by_context(_medians(lines, TreeTimes, "drafter", "nodes", "context_tokens"))
+    trees = _by_context(_medians(lines, "tree", "drafter", "nodes", "context_tokens"))
     fitted = {key: fit_context(times) for key, times in {**targets, **drafters}.items()}
     draft_s = {name: fitted[name][0] for name in drafters}
     later_s = _later_passes(drafts, {name: fitted[name][1] for name in drafters}, first)
@@ -62,7 +56,7 @@ def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
             least = min(draft_s[name], later_s.get(name, math.inf))
             rows.setdefault(name, {})[nodes] = max(least, fit_context(times)[0] - draft_s[name])
     target = {n: fitted[n][0] for n in sorted(targets)}
-    reading = _by_context(_medians(lines, ReadingTimes, "drafter", "context_tokens"))
+    reading = _by_context(_medians(lines, "reading", "drafter", "context_tokens"))
     costs = PassCosts(
         target,
         draft_s,
@@ -110,12 +104,12 @@ def _by_context(medians: Mapping[Any, float]) -> dict[Any, dict[int, float]]:
     return found
 
 
-def _medians(lines: Sequence[CostLine], kind: type[CostLine], *names: str) -> dict[Any, float]:
+def _medians(lines: Sequence[CostLine], kind: str, *names: str) -> dict[Any, float]:
     """Return the median time of lines of a kind, by the fields in ``names``."""
     key = attrgetter(*names)
     times: dict[Any, list[float]] = {}
     for line in lines:
-        if isinstance(line, kind):
+        if line.kind == kind:
             times.setdefault(key(line), []).extend(line.seconds)
     return {each: median(seconds) for each, seconds in times.items()}
 
@@ -223,18 +217,19 @@ def time_passes(
             for job, more in time_in_turn(jobs, rounds, order).items():
                 times[job] += more
     scorer.begin()
-    lines: list[CostLine] = [TargetTimes(tokens=n, seconds=times[n], context_tokens=length) for n in widths]
+    lines = [CostLine(kind="target", tokens=n, seconds=times[n], context_tokens=length) for n in widths]
     for name, drafter in drafters.items():
         at: dict[str, Any] = {"drafter": name, "context_tokens": length}
         count, read_s = passes[drafter.traits.name], reading[drafter.traits.name]
         # A pass that drafts several tokens takes longer than one that drafts one.
-        lines.append(DrafterTimes(seconds=times[drafter, "several" if count == 1 else "one"], **at))
+        one = times[drafter, "several" if count == 1 else "one"]
+        lines.append(CostLine(kind="drafter", seconds=one, **at))
         if count > 1:
-            lines.append(DrafterTimes(seconds=times[drafter, "several"], passes=count, **at))
+            lines.append(CostLine(kind="drafter", seconds=times[drafter, "several"], passes=count, **at))
         if read_s > 0:
-            lines.append(ReadingTimes(seconds=[read_s], **at))
+            lines.append(CostLine(kind="reading", seconds=[read_s], **at))
         lines += [
-            TreeTimes(nodes=nodes, seconds=times[drafter, nodes], **at)
+            CostLine(kind="tree", nodes=nodes, seconds=times[drafter, nodes], **at)
             for nodes in tree_nodes
             if drafter.traits.trees
         ]

@@ -161,8 +161,6 @@ class Session(Generic[Encoded]):
                 self.failed += measured.result is None
                 waiting[cell.config] -= 1
             yield self._progress("", waiting)
-        if self._rule is not None:
-            self._rule.end()
         self.finish()
 
     def run_all(self) -> Session[Encoded]:
@@ -174,9 +172,7 @@ class Session(Generic[Encoded]):
     def finish(self, in_time: Callable[[], bool] = lambda: True) -> None:
         """Review the whole run, and mark it finished; for ``in_time`` see ``_differences``."""
         self.store.update(differences=self._differences(in_time))
-        advice = "Report this as an error of specbench; everything else is stored."
-        lost = [RunWarning("not-stored", "warning", sentence, advice) for sentence in self.store.left_out]
-        self.warnings = (*lost, *review(Summary(load_results(self.store.path))))
+        self.warnings = tuple(review(Summary(load_results(self.store.path))))
         self.store.update(finished=now(), warnings=list(self.warnings))
 
     def _differences(self, in_time: Callable[[], bool]) -> list[Mismatch]:

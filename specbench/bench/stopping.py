@@ -1,7 +1,5 @@
 """When measuring stops: the answer is sure at a look, the time is up, or there is nothing left to measure.
 
-`sweep --until`, `tune` and `tune --engine` all take their blocks of prompts from ``Judge.take``.
-
 Looking at results again and again makes ordinary intervals miss the truth more often than promised: sooner or later
 chance looks like an effect. So there are a few looks, fixed before anything is measured, whose errors add up to what is
 promised. `tune` divides its error among them (``specbench.tune.race``). The intervals of a sweep's speedups are as wide
@@ -12,8 +10,8 @@ whatever the reason for stopping; benchmarks/interval_coverage.py measures their
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
 
@@ -35,44 +33,6 @@ FIRST_LOOK = 6
 Ending = Literal["decided", "time", "blocks", "interrupted"]
 """Why measuring ended: the answer is sure, the time is up, there are no more blocks, or the user stopped it."""
 
-Block = TypeVar("Block")
-"""What all candidates decode one after the other: a prompt."""
-
-
-class Judge:
-    """Decides from what was measured whether the answer is sure.
-
-    Attributes:
-        ending: Why measuring ended; ``None`` before.
-    """
-
-    ending: Ending | None = None
-
-    def is_sure(self, following: Sequence[Any]) -> bool:
-        """Return whether the answer is sure at the look before the ``following`` blocks, if one is due."""
-        raise NotImplementedError
-
-    def take(
-        self, blocks: Sequence[Block], several: Callable[[], int] = lambda: 1
-    ) -> Iterator[Sequence[Block]]:
-        """Yield the blocks to measure next, until the answer is sure or there are no more.
-
-        What was yielded has to be measured before more is asked for. Whoever has no time for it says so in ``ending``.
-
-        Args:
-            blocks: All blocks, in order.
-            several: Returns how many of them to yield next.
-        """
-        at = 0
-        while at < len(blocks):
-            following = blocks[at : at + several()]
-            if self.is_sure(following):
-                self.ending = "decided"
-                return
-            yield following
-            at += len(following)
-        self.ending = "blocks"
-
 
 def look_due(blocks: int) -> bool:
     """Return whether to look after so many blocks: after 6, 8, 12, 16, 24, 32, ..."""
@@ -84,10 +44,13 @@ def looks(prompts: int, repeats: int) -> set[int]:
     return {*filter(look_due, range(prompts)), *(prompts * repeat for repeat in range(1, repeats + 1))}
 
 
-class StoppingRule(Judge):
-    """The judge of a sweep: its answer is the verdict on the fastest configuration, or a narrow interval.
+class StoppingRule:
+    """When a sweep stops: its answer is the verdict on the fastest configuration, or a narrow interval.
 
     A configuration whose interval lies below that of the fastest is measured no further.
+
+    Attributes:
+        beaten: Ids of these configurations.
 
     Args:
         until: When the answer is sure enough.
@@ -111,26 +74,19 @@ class StoppingRule(Judge):
         store.update(stopping=self._rule)
 
     def cells(self, left: Iterable[Cell]) -> Iterator[Cell]:
-        """Yield the cells to measure, of those that are left."""
-        blocks: list[list[Cell]] = []
+        """Yield the cells to measure, of those that are left, until the answer is sure or the time is up."""
         for cell in left:
-            if cell.order == 0 or not blocks:
-                blocks.append([])
-            blocks[-1].append(cell)
-        for (block,) in self.take(blocks):
-            if self._clock.now() > self._until and block[0].order == 0:
-                self.ending = "time"
-                return
-            yield from (cell for cell in block if cell.config not in self.beaten)
+            if cell.order == 0:
+                if self._decoded.get(cell) in self._looks and self._is_answered():
+                    return self._end("decided")
+                if self._clock.now() > self._until:
+                    return self._end("time")
+            if cell.config not in self.beaten:
+                yield cell
+        return self._end("decided" if self._is_answered() else "blocks")
 
-    def is_sure(self, following: Sequence[Sequence[Cell]]) -> bool:
-        return self._decoded.get(following[0][0]) in self._looks and self._is_answered()
-
-    def end(self) -> None:
-        """Store why measuring ended."""
-        if self.ending == "blocks" and self._is_answered():
-            self.ending = "decided"
-        self._store.update(stopping=structs.replace(self._rule, ended=self.ending))
+    def _end(self, why: Literal["decided", "time", "blocks"]) -> None:
+        self._store.update(stopping=structs.replace(self._rule, ended=why))
 
     def _is_answered(self) -> bool:
         rows = [row for row in Summary(load_results(self._store.path)).rows if row.measured]

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
+
 from specbench.base.record import ratio
 from specbench.results.metrics import Figures
-from specbench.results.steps import alpha_by_position, at_least
 from specbench.results.summary import Summary
 
 
@@ -43,8 +45,8 @@ def positions(summary: Summary) -> list[SimpleNamespace]:
 def _of_steps(row: Figures) -> Iterator[tuple[int, int, int, float]]:
     """Return how many were drafted, tested and accepted at each position, and their α."""
     longest = int(row.steps["drafted"].max()) if len(row.steps) else 0
-    counts = [at_least(row.steps[name], longest) for name in ("drafted", "tested", "accepted")]
-    return zip(*counts, alpha_by_position(row.steps, longest), strict=True)
+    counts = [_at_least(row.steps[name], longest) for name in ("drafted", "tested", "accepted")]
+    return zip(*counts, _alpha_by_position(row.steps, longest), strict=True)
 
 
 def _of_server(row: Figures) -> tuple[bool, list[tuple[int, int, int, float]]]:
@@ -59,3 +61,17 @@ def _of_server(row: Figures) -> tuple[bool, list[tuple[int, int, int, float]]]:
     tested = [drafts, *kept]
     counts = [(drafts, *each, math.nan) for each in zip(tested, kept, strict=False)] if drafts else []
     return drafted < drafts * len(kept), counts
+
+
+def _alpha_by_position(steps: pd.DataFrame, longest: int) -> list[float]:
+    """Return the mean expected acceptance at positions 1 to ``longest``; NaN at positions where none was tested."""
+    lists = steps["expected_acceptance"].tolist()
+    at = ([each[i] for each in lists if len(each) > i] for i in range(longest))
+    return [float(np.mean(values)) if values else float("nan") for values in at]
+
+
+def _at_least(lengths: pd.Series[int], longest: int) -> list[int]:
+    """Return how many of the lengths are at least 1, 2, ..., ``longest``."""
+    counts = np.bincount(lengths, minlength=longest + 1)
+    found: list[int] = counts[::-1].cumsum()[::-1][1 : longest + 1].tolist()
+    return found

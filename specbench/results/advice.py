@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specbench.base.record import Estimate, Json, to_dict
+from specbench.base.record import Estimate
 from specbench.base.textsafe import counted
 from specbench.options import quantized
 from specbench.results.run import OTHER_ANSWERS, PLAIN, Mismatch, RunWarning
@@ -54,15 +54,10 @@ def warn_at_start(now: LoadSnapshot) -> list[RunWarning]:
         message = (
             f"The machine is busy: a load of {now.load_average:.1f} on {now.cores} cores before the sweep."
         )
-        data: Json = {"load_average": now.load_average, "cores": now.cores}
-        advice = "Close other programs or wait for them."
-        found.append(RunWarning("machine-busy", "warning", message, advice, data))
+        found.append(RunWarning("machine-busy", "warning", message, "Close other programs or wait for them."))
     if now.available_bytes < LOW_MEMORY * now.memory_bytes:
         free = f"{now.available_bytes / 1e9:.1f} of {now.memory_bytes / 1e9:.1f} GB are free"
-        data = {"available_bytes": now.available_bytes, "memory_bytes": now.memory_bytes}
-        found.append(
-            RunWarning("memory-pressure", "warning", f"Memory is short: {free}.", _MORE_MEMORY, data)
-        )
+        found.append(RunWarning("memory-pressure", "warning", f"Memory is short: {free}.", _MORE_MEMORY))
     return found
 
 
@@ -92,7 +87,6 @@ def warn_of_disturbances(generations: int, counts: Mapping[str, int]) -> list[Ru
             "warning" if counts[name] > 0.05 * generations else "info",
             f"{what} {'meanwhile' if generations == 1 else f'during {counts[name]} of {generations} generations'}.",
             advice,
-            {"generations": counts[name], "of": generations},
         )
         for name, (what, advice) in _DISTURBED.items()
         if counts.get(name)
@@ -102,21 +96,19 @@ def warn_of_disturbances(generations: int, counts: Mapping[str, int]) -> list[Ru
 # -- the figures -----------------------------------------------------------------------------------
 
 
-def few_prompts(prompts: int) -> RunWarning | None:
-    """Return a warning if a run has too few prompts to say anything about other prompts."""
-    if prompts >= FEW_PROMPTS:
-        return None
-    return RunWarning(
-        "few-prompts",
-        "warning",
-        f"{counted(prompts, 'prompt says', 'prompts say')} little about others.",
-        f"Measure at least {FEW_PROMPTS} prompts, of several categories: raise --limit or name more --prompts.",
-        {"prompts": prompts},
-    )
+def few_prompts(prompts: int) -> Iterator[RunWarning]:
+    """Yield a warning if a run has too few prompts to say anything about other prompts."""
+    if prompts < FEW_PROMPTS:
+        yield RunWarning(
+            "few-prompts",
+            "warning",
+            f"{counted(prompts, 'prompt says', 'prompts say')} little about others.",
+            f"Measure at least {FEW_PROMPTS} prompts, of several categories: raise --limit or name more --prompts.",
+        )
 
 
-def wide_intervals(speedups: Mapping[str, Estimate]) -> RunWarning | None:
-    """Return a warning about intervals that reach more than 10% above or below their value.
+def wide_intervals(speedups: Mapping[str, Estimate]) -> Iterator[RunWarning]:
+    """Yield a warning if intervals reach more than 10% above or below their value.
 
     Args:
         speedups: Speedups with an interval, by the labels of their configurations.
@@ -125,36 +117,32 @@ def wide_intervals(speedups: Mapping[str, Estimate]) -> RunWarning | None:
         label: ((each.high or 0.0) - (each.low or 0.0)) / 2 / each.value for label, each in speedups.items()
     }
     wide = {label: round(half, 3) for label, half in half_widths.items() if half > WIDE}
-    if not wide:
-        return None
-    widest = max(wide, key=lambda label: wide[label])
-    by_prompts = speedups[widest].basis == "prompts"
-    return RunWarning(
-        "wide-intervals",
-        "warning",
-        f"{len(wide)} of {len(speedups)} intervals are wider than ±{WIDE:.0%}; the widest is ±{wide[widest]:.0%}"
-        f" ({widest}).",
-        f"{'Measure more prompts' if by_prompts else 'Raise --repeats'}; add --resume, and --out with the run.",
-        {"half_widths": wide},
-    )
+    if wide:
+        widest = max(wide, key=lambda label: wide[label])
+        by_prompts = speedups[widest].basis == "prompts"
+        yield RunWarning(
+            "wide-intervals",
+            "warning",
+            f"{len(wide)} of {len(speedups)} intervals are wider than ±{WIDE:.0%}; the widest is"
+            f" ±{wide[widest]:.0%} ({widest}).",
+            f"{'Measure more prompts' if by_prompts else 'Raise --repeats'}; add --resume, and --out with the run.",
+        )
 
 
-def baseline_too_slow(speedup: Estimate) -> RunWarning | None:
-    """Return a warning if ``transformers``' own ``generate`` is faster than the plain decoding of this run.
+def baseline_too_slow(speedup: Estimate) -> Iterator[RunWarning]:
+    """Yield a warning if ``transformers``' own ``generate`` is faster than the plain decoding of this run.
 
     Args:
         speedup: Speedup of ``generate`` over plain decoding.
     """
-    if speedup.low is None or speedup.low <= 1:
-        return None
-    return RunWarning(
-        "baseline-slow",
-        "error",
-        f"transformers' generate is {speedup.value:.2f}× as fast as plain decoding here, so speedups over plain"
-        " decoding are too high.",
-        "Try another --cache or --dtype, and divide the speedups by this figure.",
-        {"ratio": speedup.value, "low": speedup.low, "high": speedup.high},
-    )
+    if speedup.low is not None and speedup.low > 1:
+        yield RunWarning(
+            "baseline-slow",
+            "error",
+            f"transformers' generate is {speedup.value:.2f}× as fast as plain decoding here, so speedups over plain"
+            " decoding are too high.",
+            "Try another --cache or --dtype, and divide the speedups by this figure.",
+        )
 
 
 def tokens_differ(
@@ -201,8 +189,7 @@ def tokens_differ(
             f"{what}: tokens differ from {over} in {len(every)} of {len(mine) * prompts} cases, {where}."
         )
         severity: Any = {False: "error", None: "warning", True: "info"}[is_tie]
-        data = {"differences": [to_dict(entry) for _, entry in every]}
-        found.append(RunWarning("tokens-differ", severity, message, advice, data))
+        found.append(RunWarning("tokens-differ", severity, message, advice))
     return found
 
 
@@ -227,7 +214,6 @@ def server_warnings(summary: Summary) -> Iterator[RunWarning]:
                 f"{name}: token counts are unclear in {len(wrong)} of {len(rows)} answers; in the first:"
                 f" {wrong['problem'].iloc[0]}",
                 "The tokenizer's count was used where there is one; compare totals with care.",
-                {"answers": len(wrong), "of": len(rows)},
             )
         elif not started and (rows["counted_by"] == "usage").all() and not rows["token_ids"].map(len).any():
             yield RunWarning(
@@ -251,7 +237,6 @@ def server_warnings(summary: Summary) -> Iterator[RunWarning]:
                 f"{row.config.label}: {row.cached_share.value:.0%} of the prompts' tokens came from a cache that could"
                 " not be switched off, so its time to the first token is too short.",
                 "Start it without a prompt cache.",
-                {"share": row.cached_share.value},
             )
         warming = row.warming
         if warming.low is not None and warming.low > 1:
@@ -261,7 +246,6 @@ def server_warnings(summary: Summary) -> Iterator[RunWarning]:
                 f"{row.config.label}: {warming.value:.2f}× as fast with prompts that it has answered before: it drafts"
                 " from what it remembers.",
                 "Use the speedup of the first repeat, or restart the server between repeats.",
-                {"ratio": warming.value, "low": warming.low, "high": warming.high},
             )
 
 
@@ -272,13 +256,12 @@ def failures(frame: pd.DataFrame) -> Iterator[RunWarning]:
     for reason, rows in failed.groupby("error", sort=False):
         labels = list(dict.fromkeys(rows["label"]))
         where = labels[0] if len(labels) == 1 else f"{len(labels)} configurations"
-        lost = [name for name, count in Counter(rows["config"]).items() if count == generations[name]]
+        lost = any(count == generations[name] for name, count in Counter(rows["config"]).items())
         yield RunWarning(
             "failed",
             "error" if lost else "warning",
             f"{counted(len(rows), 'generation')} of {where} failed: {str(reason).rstrip('.')}.",
             "Remove the cause and add --resume.",
-            {"configs": list(dict.fromkeys(rows["config"])), "failed": len(rows), "nothing_left": lost},
         )
 
 
@@ -288,15 +271,18 @@ def review(summary: Summary) -> list[RunWarning]:
     if done.empty:
         return list(failures(generations))
     seen = Counter(name for names in generations["warnings"] for name in set(names))
-    found: list[RunWarning | None] = [*warn_of_disturbances(len(generations), seen)]
     sure = [row for row in summary.rows if row.measured and row.speedup.low is not None]
-    others = ("transformers", *OTHER_ANSWERS)
-    prompts = done["prompt"].nunique()
+    prompts, found = done["prompt"].nunique(), list[RunWarning]()
     if run.tuning is None:  # `tune` has its own intervals and advice
-        found.insert(0, few_prompts(prompts))
+        found += few_prompts(prompts)
+    found += warn_of_disturbances(len(generations), seen)
+    if run.tuning is None:
+        others = ("transformers", *OTHER_ANSWERS)
         own = {row.config.label: row.speedup for row in sure if row.config.kind not in others}
-        found.append(wide_intervals(own))
-    found += [baseline_too_slow(row.speedup) for row in sure if row.config.kind == "transformers"]
+        found += wide_intervals(own)
+    for row in sure:
+        if row.config.kind == "transformers":
+            found += baseline_too_slow(row.speedup)
     labels = {config.id: config.label for config in run.configs}
     differences: dict[str, list[Mismatch]] = {}
     for entry in run.differences or ():
@@ -304,4 +290,4 @@ def review(summary: Summary) -> list[RunWarning]:
     found += tokens_differ(differences, prompts, rounded=quantized(run.target.dtype or ""), over=summary.over)
     if summary.over != PLAIN:
         found += server_warnings(summary)
-    return [warning for warning in found if warning is not None] + list(failures(generations))
+    return [*found, *failures(generations)]

@@ -18,7 +18,6 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, Json, finite_or_none
 from specbench.base.textsafe import counted, listed, one_line
 from specbench.results import stats
-from specbench.results.by_row import disturbance
 from specbench.results.metrics import RATES
 from specbench.results.pairs import whole_speed
 from specbench.results.results import Results
@@ -140,7 +139,7 @@ def compare_configs(results: Results, a: str, b: str, metric: str = "tokens_per_
         *_batch_notes(metric, first, second),
         *_interval_notes(rows),
     ]
-    return _with_disturbance(Compared(label_a, label_b, metric, rows, notes), disturbance(results))
+    return _with_disturbance(Compared(label_a, label_b, metric, rows, notes), results.disturbance)
 
 
 def _with_disturbance(compared: Compared, why: str) -> Compared:
@@ -246,7 +245,7 @@ def compare_runs(
         if only := [one_line(config.label) for config in run.configs if config.id not in matched]:
             notes.append(f"Only in {'AB'[side]} ({one_line(names[side])}): {listed(only)}.")
     notes += _interval_notes(rows)
-    reasons = zip("AB", map(disturbance, (results_a, results_b)), strict=True)
+    reasons = (("A", results_a.disturbance), ("B", results_b.disturbance))
     compared = Compared(one_line(names[0]), one_line(names[1]), metric, rows, notes)
     return _with_disturbance(compared, " ".join(f"{side}: {why}" for side, why in reasons if why))
 

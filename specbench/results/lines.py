@@ -21,7 +21,6 @@ from specbench.base.record import (
     ratio,
     rounded,
     to_json,
-    wrong_field,
 )
 from specbench.decoding.records import Step
 from specbench.results.run import VERSION
@@ -232,6 +231,12 @@ class MeasuredOutput(Record):
     steps: Annotated[StepLists, doc("empty for `transformers`, `beam`, `assisted` and servers")]
     server: Annotated[ServerAnswer | None, doc("what a server reports about its answer")] = None
 
+    @property
+    def speed(self) -> float:
+        """Decode tokens/s; NaN if undefined (docs/metrics.md)."""
+        rest = self.new_tokens - self.first_tokens
+        return ratio(rest, self.decode_s) if rest > 0 else math.nan
+
     @classmethod
     def of(
         cls, tokens: Sequence[int], ttft_s: float, decode_s: float, steps: Sequence[Step] = (), **fields: Any
@@ -259,12 +264,6 @@ class Generation(MeasuredOutput):
             " loaded"
         ),
     ] = None
-
-    @property
-    def speed(self) -> float:
-        """Decode tokens/s; NaN if undefined (docs/metrics.md)."""
-        rest = self.new_tokens - self.first_tokens
-        return ratio(rest, self.decode_s) if rest > 0 else math.nan
 
 
 class RequestLine(MeasuredOutput):
@@ -348,28 +347,17 @@ class Measurement:
         """
         return to_json(self.line, *([] if self.result is None else [self.result])) + b"\n"
 
-    def why_unreadable(self) -> str | None:
-        """Return why the line could not be read back if it was stored; ``None`` if it could."""
-        try:
-            _parse(self.to_json())
-        except ValueError as error:
-            return f"{wrong_field(error)} is invalid" if "`$" in str(error) else "a number is not finite"
-        return None
-
 
 _LINE, _FIELDS = msgspec.json.Decoder(Line), msgspec.json.Decoder(dict[str, msgspec.Raw])
 _GENERATION, _GROUP = msgspec.json.Decoder(Generation), msgspec.json.Decoder(Group)
 
 
-def parse_line(line: bytes) -> Measurement | None:
-    """Parse a line of ``generations.jsonl``; ``None`` if it is cut short or invalid."""
-    try:
-        return _parse(line)
-    except (ValueError, RecursionError):
-        return None
+def parse_line(line: bytes) -> Measurement:
+    """Parse a line of ``generations.jsonl``.
 
-
-def _parse(line: bytes) -> Measurement:
+    Raises:
+        ValueError, RecursionError: It is cut short or invalid.
+    """
     head = _LINE.decode(line)
     if head.status == "failed":
         return Measurement(head, None)
@@ -380,46 +368,23 @@ def _parse(line: bytes) -> Measurement:
 # -- costs.jsonl -----------------------------------------------------------------------------------
 
 
-class Times(Record, tag_field="kind"):
-    """Times of one kind of forward pass."""
+class CostLine(Record, omit_defaults=True):
+    """Times of one kind of forward pass; fields of other kinds are left out."""
 
+    kind: Literal["target", "drafter", "reading", "tree"]
     seconds: Annotated[list[Seconds], doc("every single time")]
     context_tokens: Annotated[Count, doc("before them")]
+    tokens: Annotated[Count, doc("`target`: in the pass")] = 0
+    drafter: Annotated[str, doc("the others: its name")] = ""
+    passes: Annotated[Count, doc("`drafter`: forward passes of the draft")] = 1
+    nodes: Annotated[
+        Count, doc("`tree`: drafted in the first of two passes, the second one more after each")
+    ] = 0
 
 
-class TargetTimes(Times, tag="target"):
-    """Forward passes of the target."""
-
-    tokens: Annotated[Count, doc("in the pass")]
+_COST = msgspec.json.Decoder(CostLine)
 
 
-class DrafterTimes(Times, tag="drafter"):
-    """Drafts of one token, or of several in as many passes as it took."""
-
-    drafter: Annotated[str, doc("its name")]
-    passes: Annotated[Count, doc("forward passes of the draft; left out: 1")] = 1
-
-
-class ReadingTimes(Times, tag="reading"):
-    """Readings of the context, which a drafter with a model needs before it can draft."""
-
-    drafter: Annotated[str, doc("its name")]
-
-
-class TreeTimes(Times, tag="tree"):
-    """Drafts of several nodes and one more after each: two forward passes, the second with a row for each node."""
-
-    drafter: str
-    nodes: Count
-
-
-CostLine = TargetTimes | DrafterTimes | ReadingTimes | TreeTimes
-_COST: msgspec.json.Decoder[CostLine] = msgspec.json.Decoder(CostLine)
-
-
-def parse_costs_line(line: bytes) -> CostLine | None:
-    """Parse a line of ``costs.jsonl``; ``None`` if it is cut short or invalid."""
-    try:
-        return _COST.decode(line)
-    except (ValueError, RecursionError):
-        return None
+def parse_costs_line(line: bytes) -> CostLine:
+    """Parse a line of ``costs.jsonl``; errors are those of ``parse_line``."""
+    return _COST.decode(line)

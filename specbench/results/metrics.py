@@ -18,11 +18,11 @@ from specbench.base.record import BASELINE, NO_FIGURE, Estimate, ratio
 from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
-from specbench.results.by_row import ByRow
 from specbench.results.predict import predict
 
 if TYPE_CHECKING:
     from specbench.results.run import Run
+    from specbench.results.summary import Summary
     from specbench.rows import Row
 
 PERCENTILES = ("p50", "p95", "p99")
@@ -110,7 +110,7 @@ class Figures:
         **part: Values of columns that the outputs have: ``category``, ``turn``, ``prompt``.
     """
 
-    def __init__(self, summary: ByRow, config: Row, **part: Any) -> None:
+    def __init__(self, summary: Summary, config: Row, **part: Any) -> None:
         self.summary, self.config, self.part = summary, config, part
         self.known: dict[str, Estimate] = {}
 

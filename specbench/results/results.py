@@ -1,4 +1,4 @@
-"""A stored run in memory: its description, and three tables of measurements."""
+"""A stored run in memory: its description, and tables of outputs, steps, groups and answers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ from specbench.results.lines import (
     Speculation,
     StepLists,
 )
-from specbench.results.run import Run
+from specbench.results.run import BUSY_WARNINGS, Run
 from specbench.results.steps import step_frame
 from specbench.results.store import GENERATIONS, distinct, find_runs, read_lines, read_run
 from specbench.rows import Condition, Row
 from specbench.specs.sweeps import Arrivals
+
+_MOST_DISTURBED = 0.5
+"""Share of disturbed generations above which pairing within a round no longer makes up for it."""
 
 # -- columns ---------------------------------------------------------------------------------------
 
@@ -62,9 +65,8 @@ _OUTPUT = {
 }
 _ANSWER = _columns(ServerAnswer)
 _SPECULATION = _columns(Speculation)
-_FIGURES = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
 _GENERATION_COLUMNS = (
-    *_LINE, "warnings", "group", "target", *_ROW, *_CONDITION, *_OUTPUT, "token_ids", "steps", *_FIGURES,
+    *_LINE, "warnings", "group", "target", *_ROW, *_CONDITION, *_OUTPUT, "token_ids", "tokens_per_second",
 )  # fmt: skip
 _GROUP_COLUMNS = (
     "config", "baseline", "group", "repeat", "new_tokens", "throughput", "pool_blocks", "pool_peak_blocks",
@@ -81,15 +83,15 @@ class Results:
         run: Its ``run.json``.
         generations: A row per output (prompt turn, configuration and repeat) without warm-ups: the fields of
             ``generations.jsonl`` and of the row's configuration; ``target`` (its name), ``group`` (name of the
-            group if it was decoded in a batch, else empty); ``steps``, as ``StepLists``; and figures of the steps:
-            ``tokens_per_second`` (after the first emission), ``tokens_per_step``, ``acceptance_rate`` and ``alpha``,
-            NaN where undefined. Failed generations have ``status`` "failed", NaN for figures and no steps.
+            group if it was decoded in a batch, else empty); and ``tokens_per_second`` after the first emission, NaN
+            where undefined. Failed generations have ``status`` "failed", and NaN for figures.
+        steps: A row per step of the generations that finished, see ``step_frame``.
         groups: A row per group of requests decoded in a batch: ``config, baseline, group, repeat, new_tokens,
             throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and, for a server that counts drafts over all
                 requests, ``drafted, accepted, drafts, accepted_at``.
         answers: A row per answer of a server, indexed like ``generations``: what the server reported, and
             ``step_source, emitted_in_steps, reported_steps``, from which the tokens per step follow.
-        problems: A sentence for each line and field that could not be used.
+        problems: A sentence for each line that could not be used.
 
     Examples:
         >>> bool((results.generations["status"] == "ok").all()), results.problems
@@ -98,6 +100,7 @@ class Results:
 
     run: Run
     generations: pd.DataFrame
+    steps: pd.DataFrame
     groups: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(_GROUP_COLUMNS)))
     answers: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(_ANSWER_COLUMNS)))
     problems: list[str] = field(default_factory=list)
@@ -108,9 +111,16 @@ class Results:
         return self.generations[self.generations["status"] == "ok"]
 
     @cached_property
-    def steps(self) -> pd.DataFrame:
-        """A row per step of the generations that finished, see ``step_frame``."""
-        return step_frame(self.generations)
+    def disturbance(self) -> str:
+        """Why verdicts are provisional, if other programs used the machine most of the time; otherwise empty."""
+        warnings = self.generations["warnings"]
+        busy = sum(not BUSY_WARNINGS.isdisjoint(names) for names in warnings)
+        if busy <= _MOST_DISTURBED * len(warnings):
+            return ""
+        return (
+            f"Verdicts are provisional: other programs used the processor during {busy} of {len(warnings)}"
+            " generations."
+        )
 
     def table(self, by: Literal["category"] | None = None) -> pd.DataFrame:
         """Return the figures of a report: a row for each configuration, or for each with a category.
@@ -149,9 +159,7 @@ def load_results(path: str | Path) -> Results:
         raise UsageError(
             f"There are {len(folders)} runs in {str(path)!r}.", "Name one of them, or read each by itself."
         )
-    folder, problems = folders[0], list[str]()
-    run = read_run(folder, problems)
-    return Results(run, *_tables(run, folder, problems), problems)
+    return _read(folders[0])
 
 
 # -- filling them ---------------------------------------------------------------------------------
@@ -173,10 +181,12 @@ def _cells(record: object, columns: Mapping[str, bool]) -> Json:
     return cells
 
 
-def _tables(run: Run, folder: Path, problems: list[str]) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Return the three tables of ``Results``, from the lines of a run without warm-ups."""
+def _read(folder: Path) -> Results:
+    """Return a run, with the tables of its lines without warm-ups."""
+    run, problems = read_run(folder), list[str]()
     configs = {config.id: config for config in run.configs}
     generations, groups, answers = list[Json](), list[Json](), list[Json]()
+    steps: dict[int, StepLists] = {}
     foreign = unknown = 0
     for each in distinct(read_lines(folder, problems), problems):
         line, result, config = each.line, each.result, configs.get(each.line.config)
@@ -194,11 +204,10 @@ def _tables(run: Run, folder: Path, problems: list[str]) -> tuple[pd.DataFrame, 
         elif result is None:
             generations.append(common | _output_cells(None))
         for prompt, output in each.outputs():
-            answer: Json = {}
             if output.server is not None:
-                answer = _answer_cells(output, output.server)
-                answers.append({"generation": len(generations), **answer})
-            cells = common | _output_cells(output) | _step_cells(output, answer)
+                answers.append({"generation": len(generations), **_answer_cells(output, output.server)})
+            steps[len(generations)] = output.steps
+            cells = common | _output_cells(output)
             cells["prompt"] = intern(prompt)
             if isinstance(output, RequestLine) and isinstance(result, Group):
                 peak = result.peak_memory_bytes
@@ -211,44 +220,22 @@ def _tables(run: Run, folder: Path, problems: list[str]) -> tuple[pd.DataFrame, 
     ):
         if lines:
             problems.append(f"{lines} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
-    return (
-        pd.DataFrame(generations, columns=[*_GENERATION_COLUMNS]),
+    outputs = pd.DataFrame(generations, columns=[*_GENERATION_COLUMNS])
+    return Results(
+        run,
+        outputs,
+        step_frame(steps, outputs["prompt"]),
         pd.DataFrame(groups, columns=[*_GROUP_COLUMNS]),
         pd.DataFrame(answers, columns=[*_ANSWER_COLUMNS]).set_index("generation"),
+        problems,
     )
 
 
 def _output_cells(output: Generation | RequestLine | None) -> Json:
     return {
         **_cells(output, _OUTPUT),
-        **dict.fromkeys(_FIGURES, math.nan),
         "token_ids": np.array([] if output is None else output.token_ids, np.int32),
-        "steps": StepLists.of([]) if output is None else output.steps,
-    }
-
-
-def _step_cells(output: Generation | RequestLine, answer: Json) -> dict[str, float]:
-    """Return the metrics of an output's steps; docs/metrics.md defines them.
-
-    Args:
-        output: The measured output.
-        answer: For a server, the output's row of ``answers``; otherwise empty.
-    """
-    rest = output.new_tokens - output.first_tokens
-    speed = ratio(rest, output.decode_s) if rest > 0 else math.nan
-    if answer:
-        return {
-            "tokens_per_second": speed,
-            "tokens_per_step": answer["emitted_in_steps"] / answer["reported_steps"],
-            "acceptance_rate": ratio(answer["accepted"], answer["drafted"]),
-        }
-    steps = output.steps
-    alphas = [value for step in steps.expected_acceptance for value in step]
-    return {
-        "tokens_per_second": speed,
-        "tokens_per_step": ratio(sum(steps.emitted), len(steps.emitted)),
-        "acceptance_rate": ratio(sum(steps.accepted), sum(steps.drafted)),
-        "alpha": float(np.mean(alphas)) if alphas else math.nan,
+        "tokens_per_second": math.nan if output is None else output.speed,
     }
 
 

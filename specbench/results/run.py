@@ -116,7 +116,6 @@ class RunWarning(Record, kw_only=False):
     ]
     message: Annotated[str, doc("one sentence")]
     advice: Annotated[str, doc("what to do about it, one sentence")]
-    data: Annotated[Json, doc("the figures that it rests on")] = {}
 
 
 class Tuned(Record):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from specbench.decoding.records import PARTS
 from specbench.results.lines import STEP_FIGURES, StepLists
@@ -15,15 +15,18 @@ from specbench.results.lines import STEP_FIGURES, StepLists
 _LISTS = ("expected_acceptance", "closing", "parents", "experts", "experts_one")
 
 
-def step_frame(generations: pd.DataFrame) -> pd.DataFrame:
-    """Return the steps of all finished generations of ``Results``, a row per step.
+def step_frame(steps: Mapping[int, StepLists], prompts: pd.Series[str]) -> pd.DataFrame:
+    """Return the steps of outputs, a row per step.
 
-    Its columns are the fields of ``StepLists`` but ``policy``, and ``output``, the index of the generation; ``prompt``,
-    a number per prompt; ``alpha_sum``, the sum of the step's expected acceptances; and ``total_s``. A field that a
-    generation has no values of is ``None``.
+    Its columns are the fields of ``StepLists``, with ``policy`` as a dict, and ``output``, the index of the output;
+    ``prompt``, a number per prompt; ``alpha_sum``, the sum of the step's expected acceptances; and ``total_s``. A field
+    that an output has no values of is ``None``.
+
+    Args:
+        steps: Those of the outputs that finished, by index.
+        prompts: The prompt of every output.
     """
-    done = (generations["status"] == "ok").to_numpy()
-    lists: list[StepLists] = generations["steps"][done].tolist()
+    lists, outputs = [*steps.values()], np.fromiter(steps, np.int64)
     counts = [len(each.drafted) for each in lists]
     columns: dict[str, Any] = {
         name: np.fromiter(
@@ -34,25 +37,21 @@ def step_frame(generations: pd.DataFrame) -> pd.DataFrame:
     for name in _LISTS:
         values = (getattr(each, name) or [None] * len(each.drafted) for each in lists)
         columns[name] = pd.Series([*chain.from_iterable(values)], dtype=object)
+    columns["policy"] = pd.Series([*chain.from_iterable(map(_notes, lists))], dtype=object)
     by_step = chain.from_iterable(each.expected_acceptance for each in lists)
     sums = np.concatenate(([0.0], np.cumsum(np.fromiter(chain.from_iterable(by_step), float))))
     ends = np.cumsum(columns["tested"])
     columns["alpha_sum"] = sums[ends] - sums[ends - columns["tested"]]
     columns["total_s"] = np.asarray(sum(columns[f"{part}_s"] for part in PARTS))
-    columns["output"] = np.repeat(generations.index[done].to_numpy(), counts)
-    columns["prompt"] = np.repeat(pd.factorize(generations["prompt"])[0][done], counts)
+    columns["output"] = np.repeat(outputs, counts)
+    columns["prompt"] = np.repeat(pd.factorize(prompts)[0][outputs], counts)
     return pd.DataFrame(columns)
 
 
-def alpha_by_position(steps: pd.DataFrame, longest: int) -> list[float]:
-    """Return the mean expected acceptance at positions 1 to ``longest``; NaN at positions where none was tested."""
-    lists = steps["expected_acceptance"].tolist()
-    at = ([each[i] for each in lists if len(each) > i] for i in range(longest))
-    return [float(np.mean(values)) if values else float("nan") for values in at]
-
-
-def at_least(lengths: pd.Series[int] | NDArray[Any], longest: int) -> list[int]:
-    """Return how many of the lengths are at least 1, 2, ..., ``longest``."""
-    counts = np.bincount(lengths, minlength=longest + 1)
-    found: list[int] = counts[::-1].cumsum()[::-1][1 : longest + 1].tolist()
-    return found
+def _notes(steps: StepLists) -> list[dict[str, float | None] | None]:
+    """Return what the draft policy noted in each step."""
+    if not steps.policy:
+        return [None] * len(steps.drafted)
+    return [
+        dict(zip(steps.policy, values, strict=True)) for values in zip(*steps.policy.values(), strict=True)
+    ]

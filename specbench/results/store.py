@@ -21,7 +21,7 @@ import msgspec
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, refuse_link, sync, try_lock, write_bytes, write_text
-from specbench.base.record import finite, from_dict, to_dict, to_json, without_wrong_fields, wrong_field
+from specbench.base.record import finite, from_dict, to_dict, to_json, wrong_field
 from specbench.base.textsafe import one_line
 from specbench.results.lines import CostLine, Key, Measurement, parse_costs_line, parse_line
 from specbench.results.run import KIND, VERSION, Run, find_config
@@ -50,14 +50,12 @@ class RunStore:
         path: The folder.
         run: Content of ``run.json``.
         problems: A sentence for each existing line that is wrong and not used.
-        left_out: A sentence for each measurement and field that could not have been read back, and was not stored.
     """
 
     def __init__(self, path: Path, lock: Any) -> None:
         self.path = path
         self.run: Run
         self.problems: list[str] = []
-        self.left_out: list[str] = []
         self._lock = lock
         self._file: int | None = None
         self._done: set[Key] = set()
@@ -169,10 +167,11 @@ class RunStore:
             raise ValueError("the store is closed")
         if measurement.key in self._done:
             raise ValueError(f"{measurement.key} has been measured already")
-        if (error := measurement.why_unreadable()) is not None:
-            error = f"This measurement cannot be stored: {error}."
-            self.left_out.append(f"{measurement.line.config}, prompt {measurement.line.prompt}: {error}")
-            failed = msgspec.structs.replace(measurement.line, status="failed", error=error)
+        try:
+            parse_line(measurement.to_json())
+        except ValueError as error:
+            why = f"This measurement cannot be stored: {error}."
+            failed = msgspec.structs.replace(measurement.line, status="failed", error=why)
             measurement = Measurement(failed, None)
         with _writing(self.path, begun=True):
             _append(self._file, measurement.to_json())
@@ -185,15 +184,12 @@ class RunStore:
         Raises:
             RunError: The disk is full or fails.
         """
-        written = [_cost_json(line) for line in lines]
-        if unreadable := written.count(None):
-            self.left_out.append(f"{unreadable} times of forward passes cannot be stored.")
         with _writing(self.path, begun=True):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             file = os.open(self.path / COSTS, flags, 0o644)
             try:
                 _end_last_line(file, (self.path / COSTS).read_bytes(), parse_costs_line)
-                _append(file, b"".join(line + b"\n" for line in written if line is not None))
+                _append(file, b"".join(to_json(line) + b"\n" for line in lines))
             finally:
                 os.close(file)
 
@@ -201,7 +197,11 @@ class RunStore:
         """Return the lines of ``costs.jsonl`` that are not damaged."""
         file = self.path / COSTS
         lines = file.read_bytes().splitlines() if file.exists() else []
-        return [parsed for line in lines if (parsed := parse_costs_line(line)) is not None]
+        found = []
+        for line in lines:
+            with suppress(ValueError, RecursionError):
+                found.append(parse_costs_line(line))
+        return found
 
     def update(self, **fields: Any) -> None:
         """Change fields of ``run.json`` atomically: all of them, or none.
@@ -212,9 +212,8 @@ class RunStore:
         self.replace(msgspec.structs.replace(self.run, **fields))
 
     def replace(self, run: Run) -> None:
-        """Replace ``run.json`` atomically, without the fields that could not be read back."""
-        self.run, wrong = without_wrong_fields(finite(to_dict(run)), Run)
-        self.left_out += [f"{field} of {RUN} cannot be stored." for field in wrong]
+        """Replace ``run.json`` atomically."""
+        self.run = from_dict(finite(to_dict(run)), Run)
         with _writing(self.path, begun=self._file is not None):
             write_text(self.path / RUN, to_json(self.run, indent=1).decode() + "\n")
 
@@ -246,14 +245,6 @@ class RunStore:
         self.close()
 
 
-def _cost_json(line: CostLine) -> bytes | None:
-    """Return a line of ``costs.jsonl``; ``None`` if it could not be read back."""
-    with suppress(ValueError):
-        text = to_json(line)
-        return text if parse_costs_line(text) is not None else None
-    return None
-
-
 def _append(file: int, data: bytes) -> None:
     """Write at the end of a file and wait for the disk; on failure remove what was written."""
     before = os.fstat(file).st_size
@@ -273,11 +264,13 @@ def _end_last_line(file: int, data: bytes, parse: Callable[[bytes], Any]) -> Non
     start = data.rfind(b"\n") + 1
     if start == len(data):
         return
-    if parse(data[start:]) is not None:
-        _append(file, b"\n")
-    else:
+    try:
+        parse(data[start:])
+    except (ValueError, RecursionError):
         os.ftruncate(file, start)
         os.fsync(file)
+    else:
+        _append(file, b"\n")
 
 
 def _writing(path: Path, *, begun: bool = False) -> AbstractContextManager[None]:
@@ -350,7 +343,7 @@ def stored_runs(folder: str | Path) -> list[tuple[Path, Run]]:
     with suppress(UsageError):
         for path in find_runs(folder):
             with suppress(UsageError):
-                found.append((path, read_run(path, [])))
+                found.append((path, read_run(path)))
     return sorted(found, key=lambda each: str(each[1].created), reverse=True)
 
 
@@ -363,49 +356,34 @@ def measured_configs(path: str | Path) -> set[str]:
     }
 
 
-def read_run(path: str | Path, problems: list[str] | None = None) -> Run:
+def read_run(path: str | Path) -> Run:
     """Read ``run.json`` in a folder.
 
-    Args:
-        path: The folder.
-        problems: Gets a sentence for each invalid field that is left out; without it none may be invalid.
-
     Raises:
-        UsageError: The file is missing or damaged, or another program or another version of specbench wrote it.
+        UsageError: The file is missing, a field of it is invalid, or another program or another version of specbench
+            wrote it.
     """
     file = Path(path) / RUN
     try:
-        text = file.read_bytes()
-        version = msgspec.json.decode(text, type=dict[str, Any])
+        found = msgspec.json.decode(file.read_bytes())
     except FileNotFoundError:
         raise UsageError(
             f"There are no results in {str(path)!r}: it has no {RUN}.", "Name another folder."
         ) from None
     except OSError as error:
         raise UsageError(f"{str(file)!r} cannot be read ({reason(error)}).") from error
-    except msgspec.ValidationError:
-        version = {}
     except (ValueError, RecursionError):
         raise UsageError(
             f"{str(file)!r} is damaged: it is not JSON.", "Restore it, or measure again."
         ) from None
-    if version.get("kind") != KIND:
+    if not isinstance(found, dict) or found.get("kind") != KIND:
         raise UsageError(f"{str(file)!r} does not describe a specbench sweep.", "Name another folder.")
-    _check_version(version.get("schema"), file)
+    _check_version(found.get("schema"), file)
     try:
-        whole = msgspec.json.decode(text)
-        if problems is None:
-            run = from_dict(whole, Run)
-        else:
-            run, wrong = without_wrong_fields(whole, Run)
-            problems += [f"{field} in {file.name} is invalid and is not used." for field in wrong]
-    except (ValueError, RecursionError) as error:
-        where = wrong_field(error) if isinstance(error, ValueError) else ""
-        raise UsageError(
-            f"{str(file)!r} is damaged: {where or 'a field'} is missing or invalid.",
-            "Restore it, or measure again.",
-        ) from None
-    return run
+        return from_dict(found, Run)
+    except ValueError as error:
+        what = f"{wrong_field(error) or 'a field'} is missing or invalid"
+        raise UsageError(f"{str(file)!r} is damaged: {what}.", "Restore it, or measure again.") from None
 
 
 def _check_version(version: object, file: Path) -> None:
@@ -441,9 +419,11 @@ def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:
     """Yield the usable lines of ``generations.jsonl``, and add to ``problems`` what is wrong with others."""
     path = folder / GENERATIONS
     for number, line in enumerate(_stored_lines(folder), 1):
-        measurement = parse_line(line)
-        if measurement is None:
-            what = "is damaged" if line.endswith(b"\n") else "was cut short by a crash"
+        try:
+            measurement = parse_line(line)
+        except (ValueError, RecursionError) as error:
+            what = f"is damaged ({wrong_field(error) or 'no JSON'})"
+            what = what if line.endswith(b"\n") else "was cut short by a crash"
             problems.append(f"Line {number} of {folder.name}/{GENERATIONS} {what} and is not used.")
             continue
         _check_version(measurement.line.schema, path)

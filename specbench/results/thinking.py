@@ -65,6 +65,4 @@ def _only(results: Results, part: str) -> Results:
         tokens_per_second=tokens / seconds.where(seconds > 0),
     )  # fmt: skip
     run = structs.replace(results.run, tuning=None)  # which measured whole outputs
-    view = Results(run, rows, results.groups[:0], results.answers[:0])
-    view.__dict__["steps"] = steps
-    return view
+    return Results(run, rows, steps, results.groups[:0], results.answers[:0])

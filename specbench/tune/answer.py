@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import counted, listed, one_line
 from specbench.results import stats
-from specbench.results.by_row import disturbance
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
 from specbench.rows import Row
@@ -52,7 +51,7 @@ def find_answer(search: Search, results: Results) -> TuningAnswer:
     It is provisional if the race is not decided, or something that it needs was not measured: see ``race_needs``.
     """
     race, rows = search.race, search.rows
-    disturbed = disturbance(results).partition(": ")[2]
+    disturbed = results.disturbance.partition(": ")[2]
     if not race.blocks:
         return _predicted_answer(search, disturbed)
     leader, verdict, best = race.leader, race.verdict, _best_drafting(race)

@@ -32,7 +32,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from specbench.base.record import Estimate
-from specbench.bench.stopping import FIRST_LOOK, Judge, look_due
+from specbench.bench.stopping import FIRST_LOOK, Ending, look_due
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 
@@ -109,7 +109,7 @@ speeds on each, and the doubt of these, see ``noise_correction``.
 """
 
 
-class Race(Judge):
+class Race:
     """The state of a race.
 
     Args:
@@ -127,6 +127,7 @@ class Race(Judge):
         verdict: Verdict on the leader against plain decoding, as of the latest look.
         open: Candidates that prevented a decision at the latest look.
         decided: Whether the race is decided; once true, the leader stays.
+        ending: Why measuring ended; ``None`` before.
     """
 
     def __init__(
@@ -146,7 +147,8 @@ class Race(Judge):
         self.blocks = 0
         self.verdict: Verdict = "open"
         self.open: list[str] = []
-        self.decided = self._sure = False
+        self.decided = self.is_sure = False
+        self.ending: Ending | None = None
         self._logs: dict[str, dict[Block, tuple[float, float]]] = {name: {} for name in self.names}
         self._pairs: dict[tuple[str, str], _Pair] = {}  # cleared by each block
         self._share = ERROR / 2 / max(1, len(candidates))
@@ -168,7 +170,7 @@ class Race(Judge):
         self._choose_running()
         if due:
             self.look()
-            self._sure = self.decided and self._speedup_is_known
+            self.is_sure = self.decided and self._speedup_is_known
 
     def _add_block(self, block: Block, timings: Timings) -> bool:
         """Add the timings of a block, and return whether it counts."""
@@ -192,9 +194,6 @@ class Race(Judge):
             over = self.leader
             self.leader = max(self.running, key=lambda name: self._lead(name, over))
         return True
-
-    def is_sure(self, following: Sequence[Block]) -> bool:  # noqa: ARG002 - looks follow blocks here
-        return self._sure
 
     def look(self, *, last: bool = False) -> None:
         """Evaluate the results: update the verdict and eliminate candidates.
@@ -421,7 +420,9 @@ def run_race(
         in_time: Takes the same, and returns whether there is time for it.
         several: Returns how many blocks to take next.
     """
-    for number, taken in enumerate(race.take(blocks, several)):
+    at = number = 0
+    while at < len(blocks) and not race.is_sure:
+        taken = blocks[at : at + several()]
         timings: dict[Block, Timings] = {block: {} for block in taken}
         for name, block in _turns(race.running, taken, seed, number):
             if not in_time(name, block):
@@ -432,9 +433,10 @@ def run_race(
             break
         race.add(taken, list(timings.values()))
         yield race
+        at, number = at + len(taken), number + 1
     if race.blocks:
         race.look(last=True)
-    race.ending = "decided" if race.decided else race.ending
+    race.ending = "decided" if race.decided else race.ending or "blocks"
 
 
 def _turns(
