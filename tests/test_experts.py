@@ -96,7 +96,7 @@ def test_steps_keep_what_their_pass_read():
         expected = chosen(model, [*text, *step.drafted])
         assert step.experts == ExpertsRead(read(expected, slice(step.position - 1, None)), 4.0)
     explained = predict(result)
-    assert explained is None or explained.experts is not None
+    assert explained is None or explained["experts"] is not None
     lists = StepLists.of(result.steps)
     assert lists.experts == [sum(step.experts.by_layer) for step in result.steps]
     assert lists.experts_one == [4.0] * len(result.steps)

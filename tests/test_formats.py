@@ -139,8 +139,8 @@ def test_forced_drafted_and_corrected_tokens_are_stored_traced_and_explained_apa
     assert sum(stored.mask_s) == pytest.approx(sum(step.times.mask_s for step in result.steps), rel=1e-3)
     explained = predict(replace(result, steps=result.steps * 4))
     assert explained is not None
-    assert explained.forced == pytest.approx(forced / len(result.steps))
-    assert 0 < explained.masks < explained.step
+    assert explained["forced"] == pytest.approx(forced / len(result.steps))
+    assert 0 < explained["masks"] < explained["step"]
     figures = summary(result)
     assert (figures["forced"], figures["corrected"]) == (forced, stored.closing.count("corrected"))
     event = step_event(next(step for step in result.steps if step.forced_accepted), str)

@@ -7,33 +7,20 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import structs
 from rich.console import Console
-from scripted_engine import ScriptedEngine, describe, make_sweep, measure, new_store, prompts
 from test_trace import REJECTION, SUMMARY, event, header, prefill
 from tiny import save_tiny
 
 from specbench.base.errors import SpecbenchError
 from specbench.base.record import to_dict
-from specbench.bench.manifest import merge_runs, refuse_other
-from specbench.bench.passes import pass_costs
-from specbench.bench.session import Session
 from specbench.generate import autoregressive_generate
 from specbench.models.target import load_target
-from specbench.results.compare import compare_configs, compare_runs
-from specbench.results.results import load_results
-from specbench.results.store import RunStore
 from specbench.results.trace import parse_trace
-from specbench.show import report as content
-from specbench.show.document import to_markdown
-from specbench.show.html import to_html
-from specbench.show.report import make_report
 from specbench.show.trace import TraceView
 
 MISSING = type("Missing", (), {"__repr__": lambda self: "(missing)"})()
@@ -90,81 +77,6 @@ def complaints(cases: Iterable[tuple[str, Any]], use: Callable[[Any], object]) -
             found.append(f"{what}: {type(error).__name__}: {error}")
     assert accepted or refused, "there was no case"
     return accepted, found
-
-
-# -- runs ------------------------------------------------------------------------------------------
-
-SWEEP = make_sweep(prompts(1, 1), gammas=(2,))
-
-
-@pytest.fixture
-def stored(tmp_path, monkeypatch) -> Stored:
-    """The folder of a run with everything that a run can hold."""
-    monkeypatch.setattr(content, "_figures", lambda df, folder: ([], ""))
-    with new_store(tmp_path / "run", SWEEP) as store:
-        Session(SWEEP, store, ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=False)).run_all()
-    return Stored(tmp_path / "run")
-
-
-class Stored:
-    """A run whose files can be replaced one by one."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files = {path: path.read_text() for path in folder.iterdir()}
-
-    def lines(self, name: str) -> list[str]:
-        text = self._files[self.folder / name]
-        return [text] if name == "run.json" else text.splitlines()
-
-    def replace(self, name: str, at: int, value: Any) -> None:
-        """Everything as it was, but for one line."""
-        for path, text in self._files.items():
-            if path.name != name and path.read_text() != text:
-                path.write_text(text)
-        lines = self.lines(name)
-        (self.folder / name).write_text("\n".join([*lines[:at], json.dumps(value), *lines[at + 1 :]]) + "\n")
-
-    def read(self) -> None:
-        load_results(self.folder)
-        with RunStore.open(self.folder) as store:
-            pass_costs(store.costs())
-            refuse_other(store.run, describe(SWEEP))
-            merge_runs(store.run, describe(SWEEP))
-
-    def use(self) -> None:
-        """What `report`, `compare` and `sweep --resume` do; figures take too long."""
-        self.use_read_only()
-        frame = load_results(self.folder)
-        compare_configs(frame, "d@2", "plain")
-        other = replace(frame, run=structs.replace(frame.run, run_id="other"))
-        compare_runs(frame, other, ("a", "b"))
-        measure(self.folder, SWEEP)
-
-    def use_read_only(self) -> None:
-        """What `report` does."""
-        report = make_report(load_results(self.folder), "run", self.folder)
-        to_html(report.name, report.parts), to_markdown(*report.parts)
-
-
-@pytest.mark.parametrize("name", ["run.json", "generations.jsonl", "costs.jsonl"])
-def test_ill_typed_results(stored, name):
-    lines = stored.lines(name)
-    at = next((i for i, line in enumerate(lines) if '"noted"' in line and '"warmup":false' in line), 0)
-
-    def read(changed: Any) -> None:
-        stored.replace(name, at, changed)
-        stored.read()
-
-    def use(changed: Any) -> None:
-        stored.replace(name, at, changed)
-        stored.use()
-
-    accepted, wrong = complaints(variants(json.loads(lines[at])), read)
-    assert not wrong
-    assert len(accepted) > 20
-    some = random.Random(0).sample(accepted, 4)  # each takes a while
-    assert not complaints(some, use)[1]
 
 
 # -- traces ----------------------------------------------------------------------------------------

@@ -134,10 +134,10 @@ def test_a_busy_machine_predicts_nothing():
 def test_a_speedup_is_explained_by_tokens_per_step_and_usual_times():
     found = explain([generation(1.5), generation(1.5, disturbed=99.0)], [generation(1.0, plain=True)])
     assert found is not None
-    assert found.tokens == 3.0
-    assert found.step == pytest.approx(1.5, rel=0.02)  # the disturbed step counts as the others do
-    assert found.usual == pytest.approx(2.0, rel=0.02)
-    assert found.drafting == pytest.approx(0.3, rel=0.02)
+    assert found["tokens"] == 3.0
+    assert found["step"] == pytest.approx(1.5, rel=0.02)  # the disturbed step counts as the others do
+    assert found["usual"] == pytest.approx(2.0, rel=0.02)
+    assert found["drafting"] == pytest.approx(0.3, rel=0.02)
     assert explain([], [generation(1.0, plain=True)]) is None
     assert explain([generation(1.0)], []) is None
 
@@ -146,18 +146,18 @@ def test_a_generation_predicts_its_speedup_from_its_own_steps():
     """A step takes 1.5 s, 0.3 of them for drafting, brings three tokens and verifies five."""
     found = predict(generation(1.5))
     assert found is not None
-    assert found.plain_steps == 0
-    assert found.plain_s == pytest.approx(1.2 / (1 + SLOPE * DRAFTS))
-    assert found.usual == pytest.approx(3.0 * found.plain_s / 1.5)
+    assert found["plain_steps"] == 0
+    assert found["plain_s"] == pytest.approx(1.2 / (1 + SLOPE * DRAFTS))
+    assert found["usual"] == pytest.approx(3.0 * found["plain_s"] / 1.5)
     mixed = replace(
         generation(1.5), steps=(*generation(1.0, plain=True).steps, *generation(1.5, disturbed=99.0).steps)
     )
     found = predict(mixed)
     assert found is not None
-    assert found.plain_steps == 20
-    assert found.plain_s == pytest.approx(1.0, rel=0.03)
-    assert found.tokens == 2.0
-    assert found.usual == pytest.approx(2.0 / 1.25, rel=0.03)  # the disturbed step counts as the others do
+    assert found["plain_steps"] == 20
+    assert found["plain_s"] == pytest.approx(1.0, rel=0.03)
+    assert found["tokens"] == 2.0
+    assert found["usual"] == pytest.approx(2.0 / 1.25, rel=0.03)  # the disturbed step counts as the others do
 
 
 def test_no_prediction_is_above_the_tokens_per_step():
@@ -165,5 +165,5 @@ def test_no_prediction_is_above_the_tokens_per_step():
     slow_plain = replace(generation(1.0), steps=(*generation(9.0, plain=True).steps, *generation(1.0).steps))
     found = predict(slow_plain)
     assert found is not None
-    assert found.usual <= found.tokens == 2.0
+    assert found["usual"] <= found["tokens"] == 2.0
     assert PassCosts({1: 2.0, 3: 1.0}).v(3) == 1.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -101,8 +100,7 @@ class Pairs:
             # As in a report: a busy machine's times predict nothing.
             alone = predict(self.speculative[0]) if self.speculative else None
             busy = [each for each in warnings if alone is not None and each.id in BUSY_WARNINGS]
-            explained = asdict(alone) if alone is not None and not busy else None
-            return {"explained": explained, "warnings": [to_dict(each) for each in busy]}
+            return {"explained": None if busy else alone, "warnings": [to_dict(each) for each in busy]}
         repeats: list[Json] = []
         for number, (fast, slow) in enumerate(pairs):
             of_fast, of_slow = _times(fast), _times(slow)
@@ -115,65 +113,37 @@ class Pairs:
                 }
             )
         speedup, interval = _mean([each["speedup"] for each in repeats])
-        explanation = explain([fast for fast, _ in pairs], [slow for _, slow in pairs])
         return {
             "speedup": speedup,
             "speedup_interval": interval,
-            "explained": explanation and asdict(explanation),
+            "explained": explain([fast for fast, _ in pairs], [slow for _, slow in pairs]),
             "repeats": repeats,
             "warnings": [to_dict(warning) for warning in warnings],
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The speedup to expect from the tokens per step and the usual times of forward passes.
-
-    Attributes:
-        tokens: Tokens per step. No speedup is higher, since a step has at least one forward pass of the target.
-        step: Usual time of a step, relative to a plain step.
-        drafting: The part of ``step`` that drafting takes.
-        usual: The speedup to expect: ``tokens / step``, that is, E / (γ·c + v) with the measured costs.
-        plain_s: Seconds of a plain step.
-        masks: The part of ``step`` for the masks of the output's format, in drafting and acceptance.
-        forced: The part of ``tokens`` that the format forced.
-        plain_steps: Number of plain steps timed; if 0, ``plain_s`` is derived from forward passes over more tokens.
-        experts: Experts that a step reads, relative to a plain step; ``None`` for a target without experts.
-    """
-
-    tokens: float
-    step: float
-    drafting: float
-    usual: float
-    plain_s: float
-    plain_steps: int
-    masks: float = 0.0
-    forced: float = 0.0
-    experts: float | None = None
-
-
-def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> Explanation | None:
+def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> Json | None:
     """Explain a speedup by its usual time per step: a step's time is replaced by the median of steps of its size.
 
     Steps have the same size if they drafted and verified equally many tokens. A disturbance lengthens some steps but
     not the median. For the drafter's prefill, the measured time is used.
 
     Returns:
-        The explanation; ``None`` if one side has no step.
+        See ``_explanation``; ``None`` if one side has no step.
     """
     steps = [step for generation in speculative for step in generation.steps]
     one = [step.times.total_s for generation in plain for step in generation.steps]
     return _explanation(steps, median(one), len(one)) if one and median(one) > 0 else None
 
 
-def predict(generation: Generation) -> Explanation | None:
+def predict(generation: Generation) -> Json | None:
     """Explain the speed of a generation without comparing it with plain decoding.
 
     The time of a plain step is taken from the generation's steps without a draft, leaving out the time for drafting. If
     there are none, it is estimated from forward passes over more tokens (``MeasuredCosts``).
 
     Returns:
-        The explanation; ``None`` for plain decoding, and with too few steps.
+        See ``_explanation``; ``None`` for plain decoding, and with too few steps.
     """
     steps = generation.steps
     if generation.drafter == "none" or len(steps) < _MIN_STEPS:
@@ -184,7 +154,17 @@ def predict(generation: Generation) -> Explanation | None:
     return _explanation(steps, costs.verify_s(1), sum(step.verified == 1 for step in steps))
 
 
-def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Explanation | None:
+def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Json | None:
+    """Return the speedup to expect from the tokens per step and the usual times of forward passes.
+
+    Returns:
+        ``tokens`` per step (no speedup is higher, since a step has at least one forward pass of the target);
+        ``step``, its usual time relative to a plain step, of which ``drafting`` takes one part and the ``masks`` of the
+        output's format another; ``usual``, the speedup to expect: ``tokens / step``, that is, E / (γ·c + v) with the
+        measured costs; ``plain_s``, seconds of a plain step, and ``plain_steps``, how many were timed (0: derived from
+        forward passes over more tokens); ``forced``, the part of ``tokens`` that the format forced; and ``experts``
+        that a step reads, relative to a plain step (``None`` for a target without experts).
+    """
     tokens = tokens_per_step(steps)
     if tokens is None:
         return None
@@ -196,17 +176,17 @@ def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Exp
     others = sum(relative_pass(rest[step.verified], plain_s) for step in steps) / len(steps)
     read = [step.experts for step in steps if step.experts is not None]
     alone = sum(each.one for each in read)
-    return Explanation(
-        tokens=tokens,
-        step=drafts + others,
-        drafting=drafts,
-        masks=sum(step.times.mask_s for step in steps) / unit,
-        forced=sum(step.forced_accepted for step in steps) / len(steps),
-        usual=tokens / (drafts + others),
-        plain_s=plain_s,
-        plain_steps=plain_steps,
-        experts=sum(each.total for each in read) / alone if alone else None,
-    )
+    return {
+        "tokens": tokens,
+        "step": drafts + others,
+        "drafting": drafts,
+        "usual": tokens / (drafts + others),
+        "plain_s": plain_s,
+        "plain_steps": plain_steps,
+        "masks": sum(step.times.mask_s for step in steps) / unit,
+        "forced": sum(step.forced_accepted for step in steps) / len(steps),
+        "experts": sum(each.total for each in read) / alone if alone else None,
+    }
 
 
 def _medians(

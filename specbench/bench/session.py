@@ -11,9 +11,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 from statistics import fmean
 from typing import Generic
 
@@ -31,8 +31,9 @@ from specbench.decoding.clocks import Clock, WallClock
 from specbench.options import DecodingOptions
 from specbench.results.advice import disturbances, review
 from specbench.results.lines import CostLine, Generation, Group, Line, Measurement
-from specbench.results.results import load_results
-from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
+from specbench.results.pairs import paired_generations
+from specbench.results.results import Results, load_results
+from specbench.results.run import Mismatch, RunWarning
 from specbench.results.store import RunStore
 from specbench.results.summary import Summary
 from specbench.rows import Condition, Row
@@ -171,66 +172,52 @@ class Session(Generic[Encoded]):
 
     def finish(self, in_time: Callable[[], bool] = lambda: True) -> None:
         """Review the whole run, and mark it finished; for ``in_time`` see ``_differences``."""
-        self.store.update(differences=self._differences(in_time))
-        self.warnings = tuple(review(Summary(load_results(self.store.path))))
+        results = load_results(self.store.path)
+        self.store.update(differences=self._differences(results, in_time))
+        self.warnings = tuple(review(Summary(replace(results, run=self.store.run))))
         self.store.update(finished=now(), warnings=list(self.warnings))
 
-    def _differences(self, in_time: Callable[[], bool]) -> list[Mismatch]:
+    def _differences(self, results: Results, in_time: Callable[[], bool]) -> list[Mismatch]:
         """Find greedy outputs that differ from plain decoding, with the gap between the logits of the two tokens.
 
-        Beam search is left out, since it searches for other answers, and so are servers whose prompts differ. Of a
-        conversation and its repeats, only the first difference is returned. Computing a gap takes a forward pass over
-        the prompt; if ``in_time`` says that there is no time for it, only the position is returned.
+        Of a conversation and its repeats, only the first difference is returned. Computing a gap takes a forward pass
+        over the prompt; if ``in_time`` says that there is no time for it, only the position is returned.
         """
-        if self.sweep.options.salt == "each":
-            return []
-        outputs = {
-            (each.line.config, prompt, each.line.turn, each.line.repeat): tuple(output.token_ids)
-            for each in self.store.measurements()
-            if not each.line.warmup
-            for prompt, output in each.outputs()
-        }
-        found: dict[tuple[str, str], Mismatch] = {}
-        compared = [
-            each
-            for each in self.sweep.configs
-            if not (each.condition.temperature or each.id == each.baseline or each.kind in OTHER_ANSWERS)
-        ]
-        keys = sorted(outputs)
-        for config, (own, name, turn, repeat) in product(compared, keys):
-            if config.id != own or name not in self._prompts.prompts or (own, name) in found:
-                continue
-            turns, plain_turns = (
-                [outputs.get((one, name, earlier, repeat)) for earlier in range(turn + 1)]
-                for one in (own, config.baseline)
-            )
-            tokens, plain = turns.pop(), plain_turns.pop()
-            history = [answer for answer in plain_turns if answer is not None]
-            if (
-                tokens is None
-                or plain is None
-                or tokens == plain
-                or turns != plain_turns
-                or len(history) < turn
-            ):
-                continue
-            known = None
-            with suppress(Exception):  # the position alone is worth reporting
-                if in_time():
-                    prompt = self.engine.encode(self._prompts.at(name, config.condition), history)
-                    known = self.engine.difference(prompt, tokens, plain, self.sweep.options.decoding)
-            pairs = enumerate(zip(tokens, plain, strict=False))
-            found[own, name] = Mismatch(
-                config=own,
-                prompt=name,
-                turn=turn,
-                repeat=repeat,
-                position=next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(plain))),
-                gap=None if known is None else rounded(known.gap),
-                gap_units=None if known is None else rounded(known.gap_units, 3),
-                numerical_tie=None if known is None else known.numerical_tie,
-            )
-        return list(found.values())
+        keys = ["prompt", "turn", "repeat"]
+        outputs = results.done.set_index(["config", *keys])["token_ids"].map(tuple).to_dict()
+        pairs = paired_generations(results)
+        differing = (
+            pairs[pairs["identical"].eq(False)].sort_values(keys).drop_duplicates(["config", "prompt"])
+        )
+        found = []
+        for config in self.sweep.configs:
+            mine = differing[differing["config"] == config.id]
+            for name, turn, repeat in mine[keys].itertuples(index=False, name=None):
+                tokens = outputs[config.id, name, turn, repeat]
+                *history, plain = (outputs[config.baseline, name, at, repeat] for at in range(turn + 1))
+                if (
+                    tokens == plain or name not in self._prompts.prompts
+                ):  # texts of servers may differ nevertheless
+                    continue
+                known = None
+                with suppress(Exception):  # the position alone is worth reporting
+                    if in_time():
+                        prompt = self.engine.encode(self._prompts.at(name, config.condition), history)
+                        known = self.engine.difference(prompt, tokens, plain, self.sweep.options.decoding)
+                both = enumerate(zip(tokens, plain, strict=False))
+                found.append(
+                    Mismatch(
+                        config=config.id,
+                        prompt=name,
+                        turn=turn,
+                        repeat=repeat,
+                        position=next((i for i, (a, b) in both if a != b), min(len(tokens), len(plain))),
+                        gap=None if known is None else rounded(known.gap),
+                        gap_units=None if known is None else rounded(known.gap_units, 3),
+                        numerical_tie=None if known is None else known.numerical_tie,
+                    )
+                )
+        return found
 
     def _with_costs(self, left: Sequence[Cell], cells: Iterable[Cell]) -> Iterator[tuple[Cell, str]]:
         """Yield cells, and time forward passes between them now and then; with why that failed, else an empty text."""
