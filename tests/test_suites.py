@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import httpx2
-import msgspec
 import pytest
 from huggingface_hub import constants
-from stored_runs import Drafter, write_run
+from stored_runs import Drafter, change_run, write_run
 
 from specbench.base.errors import RunError, UsageError
+from specbench.base.record import to_dict
 from specbench.bench import suites
 from specbench.results.results import load_results
 from specbench.results.run import StoredSuite
@@ -134,7 +133,7 @@ def test_a_task_is_the_mean_over_the_prompts_of_its_categories(tmp_path):
     results = load_results(tmp_path / "run")
     apart = {row.category: row for row in Summary(results).categories}
     suite = StoredSuite(name="s", source="s", sha256="0", prompts=9, tasks=MT_BENCH)
-    results = replace(results, run=msgspec.structs.replace(results.run, suites=[suite]))
+    results = load_results(change_run(tmp_path / "run", suites=[to_dict(suite)]))
     together = {row.category: row for row in Summary(results).categories}
     assert together.keys() == {"multi-turn conversation", "qa"}
     parts = [apart[name] for name in MT_BENCH]

@@ -72,7 +72,7 @@ def frame_of(*rows: dict[str, Any], order: Sequence[str] = (), costs: Any = None
     )  # fmt: skip
     frame = pd.DataFrame(list(rows))
     steps = {at: row["steps"] for at, row in enumerate(rows) if row["status"] == "ok"}
-    return Results(run, frame, step_frame(steps, frame["prompt"]))
+    return Results(run, frame, step_frame(steps, frame))
 
 
 def beside_plain(*speeds: float | tuple[float, ...], **fields: Any) -> list[dict[str, Any]]:

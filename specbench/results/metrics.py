@@ -119,16 +119,16 @@ class Figures:
 
     # -- what they are computed from ---------------------------------------------------------------
 
-    def _mine(self, frames: dict[str, pd.DataFrame], empty: pd.DataFrame) -> pd.DataFrame:
-        frame = frames.get(self.config.id, empty)
-        for name, value in self.part.items():
-            frame = frame[frame[name] == value]
+    def _mine(self, name: str) -> pd.DataFrame:
+        frame = self.summary.part(name, self.config.id)
+        for column, value in self.part.items():
+            frame = frame[frame[column] == value]
         return frame
 
     @cached_property
     def outputs(self) -> pd.DataFrame:
         """Its outputs, failed ones too."""
-        return self._mine(self.summary.outputs_by_row, self.summary.outputs[:0])
+        return self._mine("generations")
 
     @cached_property
     def done(self) -> pd.DataFrame:
@@ -138,7 +138,7 @@ class Figures:
     @cached_property
     def steps(self) -> pd.DataFrame:
         """Their steps."""
-        steps = self.summary.steps_by_row.get(self.config.id, self.summary.results.steps[:0])
+        steps = self.summary.part("steps", self.config.id)
         return steps[steps["output"].isin(self.outputs.index)] if self.part else steps
 
     @cached_property
@@ -150,19 +150,20 @@ class Figures:
     @cached_property
     def groups(self) -> pd.DataFrame:
         """The groups in which all requests were decoded side by side; empty for a part of them."""
-        groups = self.summary.results.groups
-        return groups[(groups["config"] == self.config.id) & (not self.part)]
+        groups = self.summary.part("groups", self.config.id)
+        return groups[:0] if self.part else groups
 
     @cached_property
     def pairs(self) -> pd.DataFrame | None:
         """Its outputs, each with its baseline's; ``None`` without any."""
-        pairs = self._mine(self.summary.pairs_by_row, self.summary.pairs[:0])
+        pairs = self._mine("pairs")
         return None if pairs.empty else pairs
 
     @cached_property
     def compared(self) -> pd.DataFrame | None:
         """What speedups are over: pairs of groups if requests were decoded side by side, else of outputs."""
-        return self.pairs if self.part else self.summary.group_pairs_by_row.get(self.config.id, self.pairs)
+        groups = self.summary.part("group_pairs", self.config.id)
+        return self.pairs if self.part or groups.empty else groups
 
     @property
     def is_baseline(self) -> bool:
@@ -482,8 +483,8 @@ class Figures:
 
     @cached_property
     def _units(self) -> pd.DataFrame:
-        units = self.summary.units_by_row if self._is_limited else {}
-        return units.get(self.config.id, pd.DataFrame(columns=["requests", "met", "seconds", "unit"]))
+        units = self.summary.part("units", self.config.id)
+        return units if self._is_limited else units[:0]
 
     @metric("requests", "count", 6)
     def sent_requests(self) -> float:
@@ -491,7 +492,8 @@ class Figures:
         if not self._is_limited:
             return math.nan
         failed = self.outputs[self.outputs["status"] == "failed"]
-        sizes = failed["prompt"].map(self.summary.unit_sizes).where(failed["batch"].notna(), 1)
+        most = self.summary.units.groupby("unit")["requests"].max()
+        sizes = failed["prompt"].map(most).where(failed["batch"].notna(), 1)
         return float(self._units["requests"].sum() + int(sizes.fillna(1).sum()))
 
     @metric("requests/s", "ratio", 5, interval=True)
@@ -512,8 +514,8 @@ class Figures:
     @metric("goodput ×", "ratio", 1, interval=True)
     def goodput_ratio(self) -> Estimate:
         """Goodput over the baseline's."""
-        pairs = self.summary.unit_pairs_by_row.get(self.config.id) if self._is_limited else None
-        if pairs is None:
+        pairs = self.summary.part("unit_pairs", self.config.id)
+        if not self._is_limited or pairs.empty:
             return NO_FIGURE
         names = ("met", "seconds", "base_met", "base_seconds", "unit")
         met, seconds, base_met, base_seconds, units = (pairs[name].to_numpy() for name in names)

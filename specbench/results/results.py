@@ -221,10 +221,11 @@ def _read(folder: Path) -> Results:
         if lines:
             problems.append(f"{lines} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
     outputs = pd.DataFrame(generations, columns=[*_GENERATION_COLUMNS])
+    outputs["category"] = outputs["category"].replace(run.tasks)
     return Results(
         run,
         outputs,
-        step_frame(steps, outputs["prompt"]),
+        step_frame(steps, outputs),
         pd.DataFrame(groups, columns=[*_GROUP_COLUMNS]),
         pd.DataFrame(answers, columns=[*_ANSWER_COLUMNS]).set_index("generation"),
         problems,

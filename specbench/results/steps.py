@@ -15,16 +15,16 @@ from specbench.results.lines import STEP_FIGURES, StepLists
 _LISTS = ("expected_acceptance", "closing", "parents", "experts", "experts_one")
 
 
-def step_frame(steps: Mapping[int, StepLists], prompts: pd.Series[str]) -> pd.DataFrame:
+def step_frame(steps: Mapping[int, StepLists], generations: pd.DataFrame) -> pd.DataFrame:
     """Return the steps of outputs, a row per step.
 
-    Its columns are the fields of ``StepLists``, with ``policy`` as a dict, and ``output``, the index of the output;
-    ``prompt``, a number per prompt; ``alpha_sum``, the sum of the step's expected acceptances; and ``total_s``. A field
-    that an output has no values of is ``None``.
+    Its columns are the fields of ``StepLists``, with ``policy`` as a dict; ``output`` and ``config``, the index of the
+    output and its row; ``prompt``, a number per prompt; ``alpha_sum``, the sum of the step's expected acceptances; and
+    ``total_s``. A field that an output has no values of is ``None``.
 
     Args:
         steps: Those of the outputs that finished, by index.
-        prompts: The prompt of every output.
+        generations: All outputs.
     """
     lists, outputs = [*steps.values()], np.fromiter(steps, np.int64)
     counts = [len(each.drafted) for each in lists]
@@ -44,7 +44,8 @@ def step_frame(steps: Mapping[int, StepLists], prompts: pd.Series[str]) -> pd.Da
     columns["alpha_sum"] = sums[ends] - sums[ends - columns["tested"]]
     columns["total_s"] = np.asarray(sum(columns[f"{part}_s"] for part in PARTS))
     columns["output"] = np.repeat(outputs, counts)
-    columns["prompt"] = np.repeat(pd.factorize(prompts)[0][outputs], counts)
+    columns["config"] = np.repeat(generations["config"].to_numpy()[outputs], counts)
+    columns["prompt"] = np.repeat(pd.factorize(generations["prompt"])[0][outputs], counts)
     return pd.DataFrame(columns)
 
 

@@ -51,10 +51,8 @@ class Summary:
         self.tuned = {} if answer is None else answer.measured
         self.busy = results.disturbance
         self.disturbance = self.busy if answer is None else ""
-        self.outputs = results.generations.assign(
-            category=results.generations["category"].replace(self.run.tasks)
-        )
-        present = set(self.outputs["config"])
+        self._parts: dict[str, tuple[dict[str, pd.DataFrame], pd.DataFrame]] = {}
+        present = set(results.generations["config"])
         self.rows = [Figures(self, config) for config in self.run.configs if config.id in present]
 
     @property
@@ -62,34 +60,29 @@ class Summary:
         """The nominal coverage of a speedup's interval; larger if the run could stop at several looks."""
         return stats.CONFIDENCE if self.run.stopping is None else self.run.stopping.confidence
 
-    # -- frames by configuration -------------------------------------------------------------------
+    # -- frames ------------------------------------------------------------------------------------
 
-    @cached_property
-    def outputs_by_row(self) -> dict[str, pd.DataFrame]:
-        return _by_row(self.outputs)
-
-    @cached_property
-    def steps_by_row(self) -> dict[str, pd.DataFrame]:
-        steps = self.results.steps
-        return {
-            str(config): mine for config, mine in steps.groupby(steps["output"].map(self.outputs["config"]))
-        }
+    def part(self, name: str, config: str) -> pd.DataFrame:
+        """Return the rows of a configuration in a frame: an attribute of this object or of ``Results``."""
+        if name not in self._parts:
+            whole = getattr(self if hasattr(type(self), name) else self.results, name)
+            by_config = whole.groupby("config", sort=False)
+            self._parts[name] = {str(each): mine for each, mine in by_config}, whole[:0]
+        found, empty = self._parts[name]
+        return found.get(config, empty)
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        pairs = paired_generations(self.results)
-        return pairs.assign(category=pairs["category"].replace(self.run.tasks))
+        """See ``paired_generations``."""
+        return paired_generations(self.results)
 
     @cached_property
-    def pairs_by_row(self) -> dict[str, pd.DataFrame]:
-        return _by_row(self.pairs)
+    def group_pairs(self) -> pd.DataFrame:
+        """See ``paired_groups``."""
+        return paired_groups(self.results)
 
     @cached_property
-    def group_pairs_by_row(self) -> dict[str, pd.DataFrame]:
-        return _by_row(paired_groups(self.results))
-
-    @cached_property
-    def _units(self) -> pd.DataFrame:
+    def units(self) -> pd.DataFrame:
         """The requests, those within the limits, and the seconds of each group, or of each prompt decoded alone.
 
         Seconds are those in which the tokens come at the group's throughput, so that rates of closed loops leave out
@@ -119,16 +112,9 @@ class Summary:
         return units.assign(seconds=shared.where(units["throughput"].notna(), units["seconds"]))
 
     @cached_property
-    def units_by_row(self) -> dict[str, pd.DataFrame]:
-        return _by_row(self._units)
-
-    @cached_property
-    def unit_pairs_by_row(self) -> dict[str, pd.DataFrame]:
-        return _by_row(with_baseline(self._units, ["met", "seconds"], ["unit", "repeat"]))
-
-    @cached_property
-    def unit_sizes(self) -> pd.Series[int]:
-        return self._units.groupby("unit")["requests"].max()
+    def unit_pairs(self) -> pd.DataFrame:
+        """The units, each with that of its baseline."""
+        return with_baseline(self.units, ["met", "seconds"], ["unit", "repeat"])
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -139,7 +125,7 @@ class Summary:
     @cached_property
     def categories(self) -> list[Figures]:
         """The figures of each category and configuration that has speedups; categories of one task are together."""
-        names = self.outputs["category"].dropna().unique()
+        names = self.results.generations["category"].dropna().unique()
         found = (Figures(self, row.config, category=name) for name in names for row in self.rows)
         return [each for each in found if each.pairs is not None]
 
@@ -206,16 +192,12 @@ class Summary:
         if until != "sure":
             goal = f"the interval of the fastest reached {until} to each side"
         why = {
-            "decided": f"after {self.outputs['prompt'].nunique()} of {planned} prompts, when {goal}",
+            "decided": f"after {self.results.generations['prompt'].nunique()} of {planned} prompts, when {goal}",
             "time": f"after {stopping.minutes or 0:g} minutes, before {goal}",
             "blocks": f"after all {planned} prompts, before {goal}",
             None: f"before {goal}",
         }[stopping.ended]
         return f"Measuring stopped {why}. The intervals of speedups are wide enough to hold at every look together."
-
-
-def _by_row(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    return {str(config): mine for config, mine in frame.groupby("config", sort=False)}
 
 
 def _cells(row: Figures) -> dict[str, Any]:

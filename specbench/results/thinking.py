@@ -24,7 +24,7 @@ def part_rows(results: Results) -> list[SimpleNamespace]:
     """
     both = {part: Summary(_only(results, part)) for part in ("thinking", "answer")}
     sums = {
-        part: summary.outputs.groupby("config")[["new_tokens", "decode_s"]].sum().astype(float)
+        part: summary.results.generations.groupby("config")[["new_tokens", "decode_s"]].sum().astype(float)
         for part, summary in both.items()
     }
     whole = sums["thinking"] + sums["answer"]

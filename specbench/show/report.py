@@ -163,7 +163,7 @@ def _figures(summary: Summary, folder: Path) -> tuple[list[Image], str]:
 
 
 def _warnings(summary: Summary) -> list[RunWarning]:
-    run, results, measured = summary.run, summary.results, len(summary.outputs)
+    run, results, measured = summary.run, summary.results, len(summary.results.generations)
     found = []
     if not run.finished and not _is_tuned(run):
         searched = bool(run.options.get("tune") or run.tuning)  # which measures only part of its grid
