@@ -7,6 +7,7 @@ costs; ``write_stored`` writes any lines; ``read_lines``, ``change_run`` and ``c
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -264,6 +265,19 @@ def write_exact(
     facts["environment"] = {**facts["environment"], **(environment or {})}
     facts["target"] = {**facts["target"], **(target or {})}
     return write_stored(path, {**facts, **run}, lines)
+
+
+PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
+PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
+"""Speeds of plain decoding, as ``write_exact`` takes them."""
+
+
+def times(factor: float, spread: float = 0.02, code: float = 1.0) -> dict[str, list[float]]:
+    """Speeds around ``factor`` × plain's, the spread cancelling out over the prompts of a category."""
+    return {
+        prompt: [10 * factor * (code if "code" in prompt else 1.0) * math.exp(sign * spread)] * 2
+        for prompt, sign in zip(PROMPTS, (-1, 1, 0, -1, 1, 0), strict=True)
+    }
 
 
 def measured(speed: float, config: str, tokens: list[int]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from stored_runs import write_exact
+from stored_runs import PLAIN, PROMPTS, times, write_exact
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli.compare import compare as command
@@ -20,17 +20,6 @@ from specbench.results.compare import Compared, ComparedRow, compare_configs, co
 from specbench.results.results import load_results
 from specbench.show.compare import comparison_parts
 from specbench.show.document import show
-
-PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
-PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
-
-
-def times(factor: float, spread: float = 0.02) -> dict[str, list[float]]:
-    """Speeds around ``factor`` × plain's, the spread cancelling out over the prompts."""
-    return {
-        prompt: [10 * factor * math.exp(sign * spread)] * 2
-        for prompt, sign in zip(PROMPTS, (-1, 1, 0, -1, 1, 0), strict=True)
-    }
 
 
 def runs(

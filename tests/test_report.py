@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import hashlib
 import itertools
-import math
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_runs import DRAFTERS, row_of, write_exact, write_run
+from stored_runs import DRAFTERS, PLAIN, PROMPTS, row_of, times, write_exact, write_run
 
 from specbench.base.errors import RunError
 from specbench.cli.report import report as command
@@ -32,17 +31,7 @@ from specbench.specs.drafters import Cascade, Lookup, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
 
-PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
-PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
 EVIL = "<script>alert(1)</script>\"'&[x](javascript:alert(1))\x1b[31m|`"
-
-
-def times(factor: float, spread: float = 0.02, code: float = 1.0) -> dict[str, list[float]]:
-    """Speeds around ``factor`` × plain's, the spread cancelling out over the prompts of a category."""
-    return {
-        prompt: [10 * factor * (code if "code" in prompt else 1.0) * math.exp(sign * spread)] * 2
-        for prompt, sign in zip(PROMPTS, (-1, 1, 0, -1, 1, 0), strict=True)
-    }
 
 
 @pytest.fixture
