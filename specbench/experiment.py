@@ -52,7 +52,7 @@ class Opened(NamedTuple):
         together: See ``Sweep``.
     """
 
-    engine: BenchEngine[Any]
+    engine: BenchEngine
     options: SweepOptions
     rows: Sequence[Row]
     folder: Path
@@ -184,7 +184,7 @@ def opened(
     resume: bool = False,
     command: Sequence[str] = (),
     progress: Progress | None = None,
-) -> Iterator[Session[Any]]:
+) -> Iterator[Session]:
     """Return the session of an experiment, with its prompts read, its systems ready and its run open.
 
     Args:

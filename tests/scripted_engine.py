@@ -59,7 +59,7 @@ def verifying(steps: StepLists, seconds: Sequence[float]) -> StepLists:
     return structs.replace(steps, **none | {"verify_s": [*seconds]})
 
 
-def in_group(made: Generation, asked: BenchRequest[Any], **times: float) -> RequestLine:
+def in_group(made: Generation, asked: BenchRequest, **times: float) -> RequestLine:
     """An output as one of several that were decoded side by side."""
     fields = {name: getattr(made, name) for name in MeasuredOutput.__struct_fields__}
     return RequestLine(**fields, prompt=asked.name, category=asked.category, **times)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.clocks import ShiftedClock
 from specbench.decoding.records import Prefill, Step
@@ -13,22 +13,19 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun
     from specbench.generate_many import GenerationRuns
 
-Encoded = TypeVar("Encoded")
-"""A prompt as its engine takes it; models take token ids."""
-
 
 @dataclass(frozen=True, slots=True)
-class BenchRequest(Generic[Encoded]):
-    """A prompt, the seed of its sampling, its id and its category."""
+class BenchRequest:
+    """A prompt as its engine encodes it, the seed of its sampling, its id and its category."""
 
-    prompt: Encoded
+    prompt: Any
     seed: int
     name: str = ""
     category: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Workload(Generic[Encoded]):
+class Workload:
     """Requests, and when they are sent.
 
     Attributes:
@@ -39,12 +36,12 @@ class Workload(Generic[Encoded]):
         times: Time at which each request is sent (open loop), in seconds, ascending.
     """
 
-    requests: Sequence[BenchRequest[Encoded]]
+    requests: Sequence[BenchRequest]
     clients: int | None
-    background: Sequence[BenchRequest[Encoded]] = ()
+    background: Sequence[BenchRequest] = ()
     times: Sequence[float] = ()
 
-    def request(self, number: int) -> BenchRequest[Encoded]:
+    def request(self, number: int) -> BenchRequest:
         """Return the request number ``number`` in the order of sending, counted from 0."""
         own = len(self.requests)
         if number < own:
@@ -90,9 +87,9 @@ class BenchResult:
 
 
 def run_workload(
-    workload: Workload[Sequence[int]],
+    workload: Workload,
     runs: GenerationRuns,
-    start: Callable[[BenchRequest[Sequence[int]]], GenerationRun],
+    start: Callable[[BenchRequest], GenerationRun],
     clock: ShiftedClock,
 ) -> tuple[Sequence[BenchResult], float, int]:
     """Send the requests of a workload, and decode until the last measured one has ended.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from statistics import fmean
-from typing import Generic
+from typing import Any
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.load import LoadSnapshot, count_stops, load_snapshot
@@ -25,7 +25,7 @@ from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep
 from specbench.bench.manifest import now
 from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs
-from specbench.bench.serving import BenchRequest, Encoded, Workload
+from specbench.bench.serving import BenchRequest, Workload
 from specbench.bench.stopping import StoppingRule
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.options import DecodingOptions
@@ -67,7 +67,7 @@ class SweepProgress:
     problem: str
 
 
-class Session(Generic[Encoded]):
+class Session:
     """An engine that measures a sweep into a store: single cells in any order, or all that the store lacks.
 
     Args:
@@ -89,7 +89,7 @@ class Session(Generic[Encoded]):
         self,
         sweep: Sweep,
         store: RunStore,
-        engine: BenchEngine[Encoded],
+        engine: BenchEngine,
         *,
         clock: Clock | None = None,
         minutes: float | None = None,
@@ -105,7 +105,7 @@ class Session(Generic[Encoded]):
             line = each.line
             if isinstance(each.result, Generation) and not line.warmup:
                 self._answers_of(line.config, line.prompt, line.repeat)[line.turn] = _said(each.result)
-        self._encoded: dict[tuple[str, bool | None], Encoded] = {}
+        self._encoded: dict[tuple[str, bool | None], Any] = {}
         self._fastest_mhz = 0.0
         # Passes of servers cannot be timed, and those of several requests are not.
         self._costs_work = not (sweep.options.servers or sweep.options.batches)
@@ -164,7 +164,7 @@ class Session(Generic[Encoded]):
             yield self._progress("", waiting)
         self.finish()
 
-    def run_all(self) -> Session[Encoded]:
+    def run_all(self) -> Session:
         """Measure everything that is not in the store yet."""
         for _ in self.run():
             pass
@@ -336,7 +336,7 @@ class Session(Generic[Encoded]):
         workload = Workload(requests, clients, background, times)
         return self.engine.generate_group(config, workload, decoding)
 
-    def _request(self, name: str, cell: Cell, condition: Condition) -> BenchRequest[Encoded]:
+    def _request(self, name: str, cell: Cell, condition: Condition) -> BenchRequest:
         key = name, condition.thinking
         if key not in self._encoded:
             self._encoded[key] = self.engine.encode(self._prompts.at(name, condition), [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from specbench.base.errors import SpecbenchError
 from specbench.base.textsafe import one_line
@@ -23,7 +23,7 @@ _ANSWERS, _SECONDS = 6, 8.0
 """Plain outputs that predictions rest on, at most, and seconds after which no further one is begun."""
 
 
-def show_predicted(session: Session[Any], progress: StageProgress, say: Callable[[str], None]) -> None:
+def show_predicted(session: Session, progress: StageProgress, say: Callable[[str], None]) -> None:
     """Predict the rows of a sweep of models under each condition, from plain outputs of its first prompts."""
     options = session.sweep.options
     if options.servers or options.batches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 from rich.console import Console
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class RunJob:
     """A measurement into the folder of a run, with its models loaded, or its servers reached."""
 
-    def __init__(self, session: Session[Any], quiet: bool) -> None:
+    def __init__(self, session: Session, quiet: bool) -> None:
         self.session, self.folder, self.quiet = session, session.store.path, quiet
         self.console = Console(stderr=True, highlight=False)
         self.recipes = {each.id: each.recipe for each in session.sweep.configs if each.recipe is not None}
@@ -74,7 +74,7 @@ class RunJob:
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
 
-def run_session(session: Session[Any], start: LoadSnapshot, asked: ResultsOptions) -> None:
+def run_session(session: Session, start: LoadSnapshot, asked: ResultsOptions) -> None:
     """Measure, then print and write the results so far, even if the sweep was interrupted.
 
     Raises:
@@ -124,7 +124,7 @@ def run_session(session: Session[Any], start: LoadSnapshot, asked: ResultsOption
         raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
 
 
-def _model_notes(session: Session[Any]) -> list[str]:
+def _model_notes(session: Session) -> list[str]:
     """Return notes on loaded models; none on servers."""
     if session.sweep.options.servers:
         return []

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import typer
@@ -198,7 +198,7 @@ def tune_engine(
 
 def _opened(
     asked: Experiment, search: SearchOptions, progress: StageProgress
-) -> AbstractContextManager[Session[Any]]:
+) -> AbstractContextManager[Session]:
     command = command_line(sys.argv[1:])
     return opened(asked, search.results, resume=search.resume, command=command, progress=progress)
 

@@ -14,7 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -76,7 +76,7 @@ class Search:
         self,
         sweep: Sweep,
         store: RunStore,
-        engine: BenchEngine[Any],
+        engine: BenchEngine,
         choose: Callable[[Search], Tuning],
         families: Mapping[str, str],
         *,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.base.errors import RunError
-from specbench.bench.serving import Encoded, Workload
+from specbench.bench.serving import Workload
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions
 from specbench.results.lines import CostLine, Generation, Group
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
 
 
-class BenchEngine(Protocol[Encoded]):
+class BenchEngine(Protocol):
     """Interface of an engine that decodes for a sweep. Its models stay loaded, and calls do not affect later calls."""
 
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
@@ -30,7 +30,7 @@ class BenchEngine(Protocol[Encoded]):
         """The training metadata of trained heads, by the names of their drafters."""
         return {}
 
-    def encode(self, prompt: Prompt, answers: Sequence[Any]) -> Encoded:
+    def encode(self, prompt: Prompt, answers: Sequence[Any]) -> Any:
         """Return a conversation in the engine's form, up to the turn after the given answers: ids, or texts."""
         ...
 
@@ -42,17 +42,17 @@ class BenchEngine(Protocol[Encoded]):
         """
         raise RunError("This engine cannot count the tokens of prompts.")
 
-    def generate(self, config: Row, prompt: Encoded, decoding: DecodingOptions, *, seed: int) -> Generation:
+    def generate(self, config: Row, prompt: Any, decoding: DecodingOptions, *, seed: int) -> Generation:
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
-    def generate_group(self, config: Row, workload: Workload[Encoded], decoding: DecodingOptions) -> Group:
+    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> Group:
         """Decode requests together, in the batch of the configuration; any exception means that all failed."""
         ...
 
     def measure_costs(
         self,
-        prompt: Encoded,
+        prompt: Any,
         widths: Sequence[int],
         tree_nodes: Sequence[int] = (),
         context: int | None = None,
@@ -69,7 +69,7 @@ class BenchEngine(Protocol[Encoded]):
         raise RunError("Forward passes of this engine cannot be timed.")
 
     def difference(
-        self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
+        self, prompt: Any, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
         """Return where two greedy outputs first differ, and whether rounding explains this; ``None`` if unknown."""
         return None

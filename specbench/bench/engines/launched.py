@@ -65,7 +65,7 @@ class _Running:
     engine: ServerEngine
 
 
-class LaunchedEngine(BenchEngine[ServerPrompt]):
+class LaunchedEngine(BenchEngine):
     """The engine of servers that are started when they are first needed. It must be closed.
 
     A server that does not fit with the others, by the free memory or because it does not start, is tried alone; if
@@ -236,9 +236,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
     ) -> Generation:
         return self.server(config.drafter).generate(config, prompt, decoding, seed=seed)
 
-    def generate_group(
-        self, config: Row, workload: Workload[ServerPrompt], decoding: DecodingOptions
-    ) -> Group:
+    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> Group:
         return self.server(config.drafter).generate_group(config, workload, decoding)
 
     def summary(self) -> str:

@@ -120,13 +120,11 @@ class ModelEngine:
             more["log_probability"] = rounded(self._log_probability(prompt, made.token_ids))
         return structs.replace(made, **more)
 
-    def generate_group(
-        self, config: Row, workload: Workload[Sequence[int]], decoding: DecodingOptions
-    ) -> Group:
-        def make(request: BenchRequest[Sequence[int]]) -> GenerationRun:
+    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> Group:
+        def make(request: BenchRequest) -> GenerationRun:
             return self._run(config, request.prompt, decoding, request.seed)
 
-        def start(request: BenchRequest[Sequence[int]]) -> GenerationRun:
+        def start(request: BenchRequest) -> GenerationRun:
             return ready.pop(id(request), None) or make(request)
 
         assert config.condition.batch is not None
@@ -287,7 +285,7 @@ def _dtype_of(drafter: Drafter) -> str | None:
     return found[-1].removeprefix("torch.") if found else None
 
 
-def _request_line(asked: BenchRequest[Sequence[int]], result: BenchResult) -> RequestLine:
+def _request_line(asked: BenchRequest, result: BenchResult) -> RequestLine:
     generation = result.run.result()
     return RequestLine.of(
         generation.token_ids,

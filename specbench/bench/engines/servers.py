@@ -116,7 +116,7 @@ class MeasuredServer:
         return Speculation(drafted=drafted, accepted=accepted)
 
 
-class ServerEngine(BenchEngine[ServerPrompt]):
+class ServerEngine(BenchEngine):
     """The engine of servers. It connects to them when it is created, and must be closed.
 
     Args:
@@ -252,25 +252,19 @@ class ServerEngine(BenchEngine[ServerPrompt]):
     ) -> Generation:
         return self._loop.run(self._generate(config, BenchRequest(prompt, seed), decoding))
 
-    def generate_group(
-        self, config: Row, workload: Workload[ServerPrompt], decoding: DecodingOptions
-    ) -> Group:
+    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> Group:
         return self._loop.run(self._generate_group(config, workload, decoding))
 
     # -- requests ------------------------------------------------------------------------------------
 
-    async def _generate(
-        self, config: Row, request: BenchRequest[ServerPrompt], decoding: DecodingOptions
-    ) -> Generation:
+    async def _generate(self, config: Row, request: BenchRequest, decoding: DecodingOptions) -> Generation:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
         answer, attempts = await self._answer(config, request, decoding)
         meanwhile = await self._since(server, before)
         return Generation.of(**self._measured(answer, attempts, server.speculation(answer, meanwhile)))
 
-    async def _generate_group(
-        self, config: Row, workload: Workload[ServerPrompt], decoding: DecodingOptions
-    ) -> Group:
+    async def _generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> Group:
         """Send a workload until all measured requests have been answered, and cancel the others."""
         server = self._by_name[config.drafter]
         before = await self._counters(server)
@@ -327,7 +321,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         )
 
     async def _answer(
-        self, config: Row, request: BenchRequest[ServerPrompt], decoding: DecodingOptions
+        self, config: Row, request: BenchRequest, decoding: DecodingOptions
     ) -> tuple[StreamedAnswer, int]:
         server = self._by_name[config.drafter]
         settings = self._settings(server, config.condition.temperature, decoding, request.seed)
@@ -360,16 +354,17 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             **dialect.without_cache(),
         }
 
-    def _salted(self, config: Row, request: BenchRequest[ServerPrompt]) -> ServerPrompt:
+    def _salted(self, config: Row, request: BenchRequest) -> ServerPrompt:
         """Return the prompt, with a first line that is new to the server
         if its prompt cache has to be avoided that way.
         """
+        prompt: ServerPrompt = request.prompt
         if self.salt == "none":
-            return request.prompt
+            return prompt
         whose = config.drafter if self.salt == "each" else ""
         line = f"[{zlib.crc32(f'{request.seed}/{whose}'.encode()):08x}]\n"
-        first, *rest = request.prompt.said
-        return request.prompt._replace(said=({**first, "content": line + first["content"]}, *rest))
+        first, *rest = prompt.said
+        return prompt._replace(said=({**first, "content": line + first["content"]}, *rest))
 
     async def _counters(self, server: MeasuredServer) -> SpeculationCounters | None:
         return await self._clients[server.spec.name].counters() if server.has_counters else None
