@@ -141,47 +141,31 @@ def test_a_run_goes_on_with_its_own_options(sweep, cli, models, tmp_path):
         cli("sweep", "--out", "run", "--resume").refused(2, f"made with {word} {value}", "Give it again")
 
 
-def test_a_run_may_grow_but_not_on_another_machine(sweep, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    assert sweep("--out", out)[0] == 0
-    before = (out / "generations.jsonl").read_bytes()
+def test_a_run_may_grow_but_not_with_what_cannot_be_compared(sweep, tmp_path, models, monkeypatch):
+    drafter, out = tmp_path / "small", tmp_path / "out"
+    shutil.copytree(models / "small", drafter)
+    asked = ("--out", out, "--drafter", drafter)
+    assert sweep(*asked)[0] == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(specbench.bench.environment, "processor_name", lambda: "Another CPU")
-        sweep("--out", out, "--resume").refused(2, "is Another CPU now", "Give another --out")
-    assert (out / "generations.jsonl").read_bytes() == before
-    sweep("--out", out, "--resume", "--dtype", "bfloat16").refused(2, "target's dtype")
-    code, _, err = sweep("--out", out, "--resume", "--gamma", "2,3")
-    assert code == 0, err
-    assert load_results(out).generations["config"].value_counts().to_dict() == {
-        "plain": 3,
-        "self:int8@2": 3,
-        "self:int8@3": 3,
-    }
-
-
-def test_what_would_make_outputs_incomparable_is_not_accepted(sweep, tmp_path):
-    """Of pairs of longer and shorter outputs, each stored once, every one would count as a difference."""
-    out = tmp_path / "out"
-    assert sweep("--out", out)[0] == 0
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+        sweep(*asked, "--resume").refused(2, "is Another CPU now", "Give another --out")
     for more, fragment in (
+        (("--dtype", "bfloat16"), "target's dtype"),
+        # Of pairs of longer and shorter outputs, each stored once, every one would count as a difference.
         (("-n", 12, "--gamma", "3"), "--max-new-tokens of this run was 6, and is 12 now"),
         (("--ignore-eos", "--gamma", "3"), "--ignore-eos of this run was False"),
         (("--cache", "preallocated"), "cache of plain of this run was dynamic"),
     ):
-        sweep("--out", out, "--resume", *more).refused(2, fragment, "Give another --out")
+        sweep(*asked, "--resume", *more).refused(2, fragment, "Give another --out")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_a_drafter_with_other_weights_under_the_same_name_is_not_accepted(sweep, tmp_path, models):
-    drafter, out = tmp_path / "small", tmp_path / "out"
-    shutil.copytree(models / "small", drafter)
-    assert sweep("--out", out, "--drafter", drafter)[0] == 0
+    code, _, err = sweep(*asked, "--resume", "--gamma", "2,3")
+    assert code == 0, err
+    names = ("plain", *(f"{name}@{gamma}" for name in ("self:int8", "small (int8)") for gamma in (2, 3)))
+    assert load_results(out).generations["config"].value_counts().to_dict() == dict.fromkeys(names, 3)
     shutil.rmtree(drafter)
     save_tiny(drafter, seed=2, layers=1)
-    sweep("--out", out, "--drafter", drafter, "--resume").refused(
-        2, "drafter of small (int8) γ=2", "Give another --out"
-    )
+    sweep(*asked, "--resume").refused(2, "drafter of small (int8) γ=2", "Give another --out")
 
 
 def test_failures_are_told_and_tried_again(sweep, tmp_path, monkeypatch):
