@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import pandas as pd
 
@@ -107,11 +107,11 @@ class Figures:
     Args:
         summary: The figures of the run.
         config: The row.
-        **part: Values of columns that the outputs have: ``category``, ``turn``, ``prompt``.
+        category: Of the outputs; empty for all.
     """
 
-    def __init__(self, summary: Summary, config: Row, **part: Any) -> None:
-        self.summary, self.config, self.part = summary, config, part
+    def __init__(self, summary: Summary, config: Row, category: str = "") -> None:
+        self.summary, self.config, self.category = summary, config, category
         self.known: dict[str, Estimate] = {}
 
     def __getitem__(self, name: str) -> Estimate:
@@ -121,9 +121,7 @@ class Figures:
 
     def _mine(self, name: str) -> pd.DataFrame:
         frame = self.summary.part(name, self.config.id)
-        for column, value in self.part.items():
-            frame = frame[frame[column] == value]
-        return frame
+        return frame[frame["category"] == self.category] if self.category else frame
 
     @cached_property
     def outputs(self) -> pd.DataFrame:
@@ -139,7 +137,7 @@ class Figures:
     def steps(self) -> pd.DataFrame:
         """Their steps."""
         steps = self.summary.part("steps", self.config.id)
-        return steps[steps["output"].isin(self.outputs.index)] if self.part else steps
+        return steps[steps["output"].isin(self.outputs.index)] if self.category else steps
 
     @cached_property
     def answers(self) -> pd.DataFrame:
@@ -151,7 +149,7 @@ class Figures:
     def groups(self) -> pd.DataFrame:
         """The groups in which all requests were decoded side by side; empty for a part of them."""
         groups = self.summary.part("groups", self.config.id)
-        return groups[:0] if self.part else groups
+        return groups[:0] if self.category else groups
 
     @cached_property
     def pairs(self) -> pd.DataFrame | None:
@@ -163,7 +161,7 @@ class Figures:
     def compared(self) -> pd.DataFrame | None:
         """What speedups are over: pairs of groups if requests were decoded side by side, else of outputs."""
         groups = self.summary.part("group_pairs", self.config.id)
-        return self.pairs if self.part or groups.empty else groups
+        return self.pairs if self.category or groups.empty else groups
 
     @property
     def is_baseline(self) -> bool:
@@ -179,11 +177,6 @@ class Figures:
         return not self.is_baseline and not math.isnan(self.speedup.value)
 
     # -- counts and words --------------------------------------------------------------------------
-
-    @property
-    def category(self) -> str:
-        """Its category; empty for all outputs."""
-        return str(self.part.get("category", ""))
 
     @property
     def generations(self) -> int:
@@ -204,7 +197,7 @@ class Figures:
         """Whether its speedup surely is above or below 1; ``None`` for a baseline."""
         if self.pairs is None:
             return None
-        tuned = None if self.part else self.summary.tuned.get(self.config.id)
+        tuned = None if self.category else self.summary.tuned.get(self.config.id)
         return stats.verdict(self.speedup) if tuned is None else tuned.verdict
 
     @property
@@ -248,7 +241,7 @@ class Figures:
         """Speed over the baseline's, geometric mean over prompts of paired ratios; 1 for a baseline."""
         tuned = self.summary.tuned.get(self.config.id)
         if tuned is not None:
-            return tuned.categories.get(self.category, NO_FIGURE) if self.part else tuned.speedup
+            return tuned.categories.get(self.category, NO_FIGURE) if self.category else tuned.speedup
         return self._mean_ratio(self.compared, "ratio", of_baseline=BASELINE)
 
     @metric("with TTFT", "ratio", 14, interval=True)
@@ -479,7 +472,7 @@ class Figures:
 
     @property
     def _is_limited(self) -> bool:
-        return bool(self.summary.limits) and not self.part
+        return bool(self.summary.limits) and not self.category
 
     @cached_property
     def _units(self) -> pd.DataFrame:

@@ -126,7 +126,7 @@ class Summary:
     def categories(self) -> list[Figures]:
         """The figures of each category and configuration that has speedups; categories of one task are together."""
         names = self.results.generations["category"].dropna().unique()
-        found = (Figures(self, row.config, category=name) for name in names for row in self.rows)
+        found = (Figures(self, row.config, name) for name in names for row in self.rows)
         return [each for each in found if each.pairs is not None]
 
     @property
