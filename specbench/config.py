@@ -22,7 +22,7 @@ from specbench.options import CacheKind, ModelOptions
 from specbench.recipe import Recipe, drafter_argument
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model, split_options
-from specbench.specs.policies import parse_policy
+from specbench.specs.policies import OwnPolicy, parse_policy
 
 FILE_NAME = "specbench.toml"
 VERSION = 1
@@ -171,6 +171,11 @@ def _check_drafter(text: str) -> None:
         _check_model(str(model) if model.kind == "hub" else model.source)
 
 
+def _check_policy(text: str) -> None:
+    if isinstance(parse_policy(text), OwnPolicy):
+        raise UsageError(f"{text!r} names a Python file.", "Give it as an option: --draft-policy.")
+
+
 def _check_word(what: str, words: tuple[str, ...], text: str) -> None:
     if text not in words:
         raise unknown(what, text, words)
@@ -179,6 +184,6 @@ def _check_word(what: str, words: tuple[str, ...], text: str) -> None:
 _CHECKS: Mapping[str, Callable[[str], object]] = {
     "target": _check_target,
     "drafter": _check_drafter,
-    "draft_policy": parse_policy,
+    "draft_policy": _check_policy,
     "cache": partial(_check_word, "cache", get_args(CacheKind)),
 }

@@ -32,7 +32,7 @@ from specbench.specs.drafters import (
     parse_drafter,
 )
 from specbench.specs.models import ADAPTED, ModelSpec, split_options
-from specbench.specs.policies import Fixed, PolicySpec, parse_policy
+from specbench.specs.policies import Fixed, OwnPolicy, PolicySpec, parse_policy
 
 GROUPS = {
     "models": ModelOptions,
@@ -205,10 +205,13 @@ class Recipe:
                 return replace(model, source=f"{PLACE}/{model.name}")
             return named.get(model.source, model)
 
+        policy = None if data["draft_policy"] is None else parse_policy(data["draft_policy"])
+        if isinstance(policy, OwnPolicy):
+            policy = replace(policy, file=f"{PLACE}/{policy.file}")
         return cls(
             target=_model_of(data["target"]),
             drafter=with_models(parse_drafter(data["drafter"]), restored),
-            policy=None if data["draft_policy"] is None else parse_policy(data["draft_policy"]),
+            policy=policy,
             **{name: options_of(kind, data.get(name, {})) for name, kind in GROUPS.items()},
         )
 

@@ -16,6 +16,7 @@ from specbench.options import NO_OPTIONS, CacheOptions, DecodingOptions, ModelOp
 from specbench.recipe import Recipe
 from specbench.rows import conditions_of
 from specbench.specs.drafters import parse_drafter
+from specbench.specs.own_code import name_of
 from specbench.specs.policies import Fixed
 from specbench.specs.servers import parse_servers
 from specbench.specs.sweeps import parse_arrivals, parse_until
@@ -29,10 +30,10 @@ _GAMMAS = tuple(range(1, 9))
 
 def experiment(
     target: str,
-    drafters: Sequence[str] | None = None,
+    drafters: Sequence[str | type] | None = None,
     *,
     gammas: Sequence[int] | None = None,
-    policies: Sequence[str] | None = None,
+    policies: Sequence[str | type] | None = None,
     temperatures: Sequence[float] = (),
     baselines: Sequence[str] = (),
     batches: Sequence[int] = (),
@@ -60,9 +61,10 @@ def experiment(
 
     Args:
         target: As ``--target`` takes it; with ``servers`` the model that has their tokenizer, or "" for their counts.
-        drafters: As ``--drafter`` takes them; ``None`` for the target's default drafter.
+        drafters: As ``--drafter`` takes them, or classes of your own; ``None`` for the target's default drafter.
         gammas: Draft lengths that are measured with the policy ``fixed``; ``None`` for 1 to 8 where that is measured.
-        policies: As ``--draft-policy`` takes them; ``None`` for ``fixed``, and at temperature 0 also ``auto``.
+        policies: As ``--draft-policy`` takes them, or classes of your own, made without arguments; ``None`` for
+            ``fixed``, and at temperature 0 also ``auto``.
         temperatures: 0 is greedy, and the default.
         baselines, arrivals, servers, engine, until: As the options of these names take them.
         batches: Batch sizes; empty for one prompt after the other.
@@ -82,12 +84,11 @@ def experiment(
     Raises:
         UsageError: A name or value is none, or some of them do not go together.
     """
-    for what, names in {"target": [target], "drafters": drafters or (), "policies": policies or ()}.items():
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise UsageError(
-                f"A sweep takes names, and {what} holds something else.",
-                "Measure an object of your own with speculative_generate.",
-            )
+    if not isinstance(target, str):
+        raise UsageError(
+            "The target of a sweep is a name.", "Measure a model of your own with speculative_generate."
+        )
+    drafters, policies = _names("drafters", drafters), _names("policies", policies)
     decoding = decoding or DecodingOptions(max_new_tokens=48)
     conditions = conditions_of(
         temperature=temperatures,
@@ -140,9 +141,19 @@ def experiment(
     return Experiment(systems=systems, options=options, prompts=prompts, limit=limit, minutes=minutes)
 
 
+def _names(what: str, given: Sequence[str | type] | None) -> list[str] | None:
+    """Return names, and classes by theirs."""
+    if isinstance(given, str) or not all(isinstance(each, str | type) for each in given or ()):
+        raise UsageError(
+            f"A sweep takes names and classes, and {what} holds something else.",
+            "Give the class of an object, or measure it with speculative_generate.",
+        )
+    return None if given is None else [each if isinstance(each, str) else name_of(each) for each in given]
+
+
 def sweep(
     target: str,
-    drafters: Sequence[str] | None,
+    drafters: Sequence[str | type] | None,
     out: str | Path,
     *,
     resume: bool = False,
@@ -151,7 +162,8 @@ def sweep(
     """Measure drafters and draft policies against plain decoding, as ``specbench sweep`` does.
 
     Args:
-        target, drafters: As ``--target`` and ``--drafter`` take them; ``None`` for the target's default drafter.
+        target, drafters: As ``--target`` and ``--drafter`` take them, or classes of drafters of your own; ``None`` for
+            the target's default drafter.
         out: The folder of the run.
         resume: Continue the run in the folder, also with more rows or prompts.
         asked: Everything else that is asked for, see ``specbench.sweeps.experiment``: ``policies``, ``gammas``,

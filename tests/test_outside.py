@@ -14,18 +14,16 @@ from cli_runs import Cli, Result, refusal, write_prompts
 from scripted import Replay, ScriptedScorer, enumerate_outcomes, random_table, sequences, tokens_of
 from tiny import tiny_llama, tiny_tokenizer
 
-from specbench import (
-    UsageError,
-    load_drafter,
-    wrap_target,
-)
+from specbench import UsageError, load_drafter, read_recipe, sweep, wrap_target
 from specbench.config import Config
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.sampling import Sampling
+from specbench.options import DecodingOptions
 from specbench.policies import build_policy
 from specbench.recipe import Recipe, drafter_argument
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
+from specbench.specs.own_code import names_in
 
 MINE = '''
 import numpy as np
@@ -107,6 +105,32 @@ def run(cli, models, folder) -> Cli:
         return cli(command, *words, "--target", f"{models / 'target'}:float32", "-n", 8)
 
     return call
+
+
+DOUBLING = Path(__file__).parents[1] / "examples" / "custom_policy.py"
+
+
+def test_a_policy_and_classes_of_ones_own_are_measured(run, models, tmp_path):
+    asked = ("--draft-policy", f"{DOUBLING}:Doubling")
+    found = run("generate", "the thing", "--drafter", "./mine.py:Last", *asked, "--json").json()
+    assert found["options"]["draft_policy"] == "custom_policy.py:Doubling"
+    drafter, policy = names_in("mine.py")["Last"], names_in(str(DOUBLING))["Doubling"]
+    results = sweep(
+        f"{models / 'target'}:float32", [drafter, "lookup"], tmp_path / "run", policies=[policy], prompts=["./p.jsonl"],
+        repeats=1, warmup=0, decoding=DecodingOptions(max_new_tokens=8),
+    )  # fmt: skip
+    table = results.table().set_index("config")
+    assert [row.rpartition("@")[0].rpartition("_")[2] for row in table.index] == [
+        "",
+        "mine.py:Last",
+        "lookup",
+    ]
+    assert (results.generations["status"] == "ok").all()
+    assert (table["identical_share"].dropna() == 1).all()
+    with pytest.raises(UsageError, match="There is no file"):  # of a stored name no file runs
+        build_policy(read_recipe(tmp_path / "run", results.run.configs[1].id).policy)
+    with pytest.raises(UsageError, match="names a Python file"):
+        Config({"draft_policy": "custom_policy.py:Doubling"})
 
 
 @pytest.mark.smoke

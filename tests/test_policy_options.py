@@ -89,7 +89,7 @@ def test_every_option_of_every_rule_can_be_written_and_read():
         ("eager:scale=1", "There is no draft policy 'eager'."),
         (
             "./mine.py:Doubling",
-            "'./mine.py' is a Python file, and a draft policy of your own works only in Python.",
+            "There is no file './mine.py'. Check the path.",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from specbench.decoding.drafts import Guess
 from specbench.decoding.logits import Logits, NoTokenError
 from specbench.decoding.protocols import DraftPolicy
-from specbench.specs.policies import Fixed, PolicySpec, parse_policy
+from specbench.specs.policies import Fixed, OwnPolicy, PolicySpec, parse_policy
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
@@ -81,12 +81,15 @@ def build_policy(spec: str | PolicySpec) -> DraftPolicy:
     """Build a draft policy.
 
     Args:
-        spec: A policy's word and its options, as in ``egag:scale=0.5,max=12``; the ``name`` of a policy is one too.
+        spec: A policy's word and its options, as in ``egag:scale=0.5,max=12``, or a class in a file, as in
+            ``./mine.py:MyPolicy``; the ``name`` of a policy is one too.
 
     Raises:
         UsageError: There is no such policy, it has no such option, or a value is outside its range.
     """
     spec = parse_policy(spec) if isinstance(spec, str) else spec
+    if isinstance(spec, OwnPolicy):
+        return spec.make()  # type: ignore[no-any-return]
     module, _, name = spec.policy.partition(":")
     return getattr(import_module(f"specbench.policies.{module}"), name)(spec)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Classes of the user's own, in Python files.
+"""Classes of the user's own, in Python files or given as they are.
 
 A file runs only where the user names it (``./mine.py:MyDrafter``): stored results do not know its folder. Whatever goes
 wrong in such code is told in a sentence with the file and the line.
@@ -22,6 +22,17 @@ _OTHERS = ("<", str(Path(__file__).parents[1]), str(Path(traceback.__file__).par
 """Beginnings of file names in a traceback that do not belong to the user's code."""
 
 
+_GIVEN: dict[str, dict[str, type]] = {}
+"""Classes that were given as they are, by what stands for their files."""
+
+
+def name_of(kind: type) -> str:
+    """Return a class as if it were named in a file: ``names_in`` then knows it."""
+    source = f"{kind.__module__.rpartition('.')[2]}.py"
+    _GIVEN.setdefault(source, {})[kind.__name__] = kind
+    return f"{source}:{kind.__name__}"
+
+
 def names_in(source: str) -> dict[str, Any]:
     """Run a file as a module, once until it changes, and return its names.
 
@@ -29,6 +40,8 @@ def names_in(source: str) -> dict[str, Any]:
         UsageError: There is no such file.
         RunError: It cannot be imported.
     """
+    if source in _GIVEN:
+        return _GIVEN[source]
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise UsageError(f"There is no file {source!r}.", "Check the path.")

@@ -7,11 +7,13 @@ A class declares everything about a policy except how it decides.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from specbench.base.errors import UsageError, unknown
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.notation import Option, Spec, dashed, option
+from specbench.specs.own_code import names_in, told
 
 VerificationName = Literal["rejection", "block", "traversal", "naive", "recursive", "specinfer"]
 
@@ -242,6 +244,30 @@ POLICIES: tuple[type[PolicySpec], ...] = (
 """All kinds, in the order of listings."""
 
 
+@dataclass(frozen=True)
+class OwnPolicy(PolicySpec, word="FILE.py"):
+    """A draft policy of your own, such as ./mine.py:MyPolicy: a class in a file, which is made without arguments."""
+
+    cls: str
+    file: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.cls}"
+
+    def make(self) -> Any:
+        """Make a new one.
+
+        Raises:
+            UsageError: There is no such file or class.
+            RunError: The file cannot be imported, or the class not be made.
+        """
+        kind = names_in(self.file).get(self.cls)
+        if not isinstance(kind, type):
+            raise UsageError(f"There is no class {self.cls!r} in {Path(self.file).name}.", "Check its name.")
+        with told(f"The draft policy {self} cannot be made", kind, "__init__"):
+            return kind()
+
+
 def default_policy(*, greedy: bool, gamma: int | None = None) -> PolicySpec:
     """Return the default policy: ``auto``, or ``fixed`` with a γ or above temperature 0.
 
@@ -256,12 +282,10 @@ def parse_policy(text: str) -> PolicySpec:
     Raises:
         UsageError: There is no such policy or option, or a value has the wrong type or is outside its range.
     """
-    word = text.partition(":")[0].strip()
+    word, _, name = text.strip().rpartition(":")
     if word.endswith(".py"):
-        raise UsageError(
-            f"{word!r} is a Python file, and a draft policy of your own works only in Python.",
-            "Pass it to speculative_generate(..., policy=...), as in examples/custom_policy.py.",
-        )
+        return OwnPolicy(cls=name, file=word)
+    word = text.partition(":")[0].strip()
     kind = next((policy for policy in POLICIES if policy.word == word), None)
     if kind is None:
         raise unknown("draft policy", word, (each.word for each in POLICIES))
