@@ -48,21 +48,17 @@ _WARM_UP = Prompt(
 
 @dataclass(frozen=True)
 class Start:
-    """How long a server took to start, and how much memory it uses then.
+    """A server that was started.
 
     Attributes:
-        seconds: Until its first answers, which warm it up, have ended.
-        memory: Bytes; 0 if not known.
+        seconds: Until its first answers, which warm it up, had ended.
+        memory: Bytes that it used then; 0 if not known.
     """
 
-    seconds: float
-    memory: int
-
-
-@dataclass
-class _Running:
     process: EngineProcess
     engine: ServerEngine
+    seconds: float
+    memory: int
 
 
 class LaunchedEngine(BenchEngine):
@@ -96,7 +92,7 @@ class LaunchedEngine(BenchEngine):
     ) -> None:
         self._commands, self._logs, self._connect, self.limit = commands, logs, connect, limit
         self._start_timeout_s, self._progress = start_timeout_s, progress
-        self._running: dict[str, _Running] = {}  # the one that was used last comes last
+        self._running: dict[str, Start] = {}  # the one that was used last comes last
         self._failed: dict[str, SpecbenchError] = {}
         self._model_name = ""
         self.starts: dict[str, Start] = {}
@@ -163,7 +159,7 @@ class LaunchedEngine(BenchEngine):
         needed = max((start.memory for start in self.starts.values()), default=0)
         return psutil.virtual_memory().available > _ROOM * needed
 
-    def _start_with_room(self, name: str) -> _Running:
+    def _start_with_room(self, name: str) -> Start:
         """Start a server; if that fails while others run, and never as many have run, start it alone."""
         try:
             return self._start(name)
@@ -174,15 +170,11 @@ class LaunchedEngine(BenchEngine):
         others = len(self._running)
         while self._running:
             self._stop_oldest()
-        try:
-            started = self._start(name)
-        except SpecbenchError as error:
-            self._failed[name] = error
-            raise
+        started = self._start_with_room(name)
         self.limit = others
         return started
 
-    def _start(self, name: str) -> _Running:
+    def _start(self, name: str) -> Start:
         began, port = time.monotonic(), free_port()
         if self._progress is not None:
             self._progress.update(f"starting {name}", 0, None)
@@ -202,8 +194,9 @@ class LaunchedEngine(BenchEngine):
                 raise
             raise RunError(f"{error} The server's last words: {process.last_words}") from error
         self._model_name = self._model_name or engine.servers[0].model_name
-        self.starts[name] = Start(time.monotonic() - began, process.memory())
-        return _Running(process, engine)
+        started = Start(process, engine, time.monotonic() - began, process.memory())
+        self.starts[name] = started
+        return started
 
     def _warm_up(self, name: str, engine: ServerEngine) -> None:
         """Let a new server answer something, so that the first measured answer is like the others."""
@@ -216,7 +209,7 @@ class LaunchedEngine(BenchEngine):
     def _stop_oldest(self) -> None:
         self._stop(self._running.pop(next(iter(self._running))))
 
-    def _stop(self, there: _Running) -> None:
+    def _stop(self, there: Start) -> None:
         try:
             there.engine.close()
         finally:

@@ -337,7 +337,7 @@ def load_engine(
     """Load target and drafters. A drafter that does not fit into memory raises its error only when it is used.
 
     Raises:
-        UsageError: See ``check_engine``, or a drafter does not fit the target.
+        UsageError: A drafter does not exist, or does not fit the target.
         RunError: The target cannot be loaded.
     """
     from specbench.drafters.model import ModelDrafter
@@ -345,7 +345,6 @@ def load_engine(
     from specbench.models.load import load_model
 
     options = options or SweepOptions()
-    check_engine(base, drafters, options, progress)
     models = base.models
     target, loaded = load_models(base, drafters, progress)
     reference = None
