@@ -113,7 +113,7 @@ DOUBLING = Path(__file__).parents[1] / "examples" / "custom_policy.py"
 def test_a_policy_and_classes_of_ones_own_are_measured(run, models, tmp_path):
     asked = ("--draft-policy", f"{DOUBLING}:Doubling")
     found = run("generate", "the thing", "--drafter", "./mine.py:Last", *asked, "--json").json()
-    assert found["options"]["draft_policy"] == "custom_policy.py:Doubling"
+    assert found["options"]["draft_policy"] == "doubling:max=16"
     drafter, policy = names_in("mine.py")["Last"], names_in(str(DOUBLING))["Doubling"]
     results = sweep(
         f"{models / 'target'}:float32", [drafter, "lookup"], tmp_path / "run", policies=[policy], prompts=["./p.jsonl"],

@@ -284,9 +284,9 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, mod
     described = run_json(tmp_path / "run")
     assert described["options"]["policies"] == [*WORDS, "egag:scale=0.9"]
     assert {"1", "2", "3", "13"} <= described["costs"]["target_pass_s"].keys()  # as wide as the trees
-    steps = frame.generations.set_index("config")["steps"]
-    assert {"H_norm", "H_ema", "gamma"} == set(steps["small (int8)@egag"].policy)
-    assert {"rate", "survival", "probe"} == set(steps["lookup@auto"].policy)
+    notes = frame.steps.groupby("config")["policy"].first()
+    assert {"H_norm", "H_ema", "gamma"} == set(notes["small (int8)@egag"])
+    assert {"rate", "survival", "probe"} == set(notes["lookup@auto"])
     assert "small (int8) auto" in out
     # Everything that reads results can do without a γ.
     for arguments in (

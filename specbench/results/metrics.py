@@ -18,11 +18,11 @@ from specbench.base.record import BASELINE, NO_FIGURE, Estimate, ratio
 from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
+from specbench.results.frames import Frames
 from specbench.results.predict import predict
 
 if TYPE_CHECKING:
     from specbench.results.run import Run
-    from specbench.results.summary import Summary
     from specbench.rows import Row
 
 PERCENTILES = ("p50", "p95", "p99")
@@ -110,7 +110,7 @@ class Figures:
         category: Of the outputs; empty for all.
     """
 
-    def __init__(self, summary: Summary, config: Row, category: str = "") -> None:
+    def __init__(self, summary: Frames, config: Row, category: str = "") -> None:
         self.summary, self.config, self.category = summary, config, category
         self.known: dict[str, Estimate] = {}
 

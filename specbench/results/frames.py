@@ -1,0 +1,97 @@
+"""The data frames of a run, from which figures are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import pandas as pd
+
+from specbench.results import stats
+from specbench.results.pairs import paired_generations, paired_groups, with_baseline
+from specbench.results.results import Results
+
+LIMITED = {"ttft": "ttft_s", "tpot": "token_s", "e2el": "total_s"}
+"""What can be limited: the time to the first token, per later token, and of the whole answer."""
+
+
+class Frames:
+    """A run with limits of latency.
+
+    Attributes:
+        over: Name of the baseline.
+        dtype: Dtype of the target.
+        busy: That other programs used the machine most of the time, in a sentence; empty if they did not.
+        disturbance: The same if verdicts are provisional for it: those of `specbench tune` are not.
+        tuned: What `specbench tune` found out, by configuration id; empty for other runs.
+    """
+
+    def __init__(self, results: Results, limits: Mapping[str, float]) -> None:
+        self.results, self.limits, self.run = results, limits, results.run
+        self.over, self.dtype = self.run.baseline, self.run.target.dtype
+        answer = None if self.run.tuning is None else self.run.tuning.answer
+        self.tuned = {} if answer is None else answer.measured
+        self.busy = results.disturbance
+        self.disturbance = self.busy if answer is None else ""
+        self._parts: dict[str, tuple[dict[str, pd.DataFrame], pd.DataFrame]] = {}
+
+    @property
+    def confidence(self) -> float:
+        """The nominal coverage of a speedup's interval; larger if the run could stop at several looks."""
+        return stats.CONFIDENCE if self.run.stopping is None else self.run.stopping.confidence
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def part(self, name: str, config: str) -> pd.DataFrame:
+        """Return the rows of a configuration in a frame: an attribute of this object or of ``Results``."""
+        if name not in self._parts:
+            whole = getattr(self if hasattr(type(self), name) else self.results, name)
+            by_config = whole.groupby("config", sort=False)
+            self._parts[name] = {str(each): mine for each, mine in by_config}, whole[:0]
+        found, empty = self._parts[name]
+        return found.get(config, empty)
+
+    @cached_property
+    def pairs(self) -> pd.DataFrame:
+        """See ``paired_generations``."""
+        return paired_generations(self.results)
+
+    @cached_property
+    def group_pairs(self) -> pd.DataFrame:
+        """See ``paired_groups``."""
+        return paired_groups(self.results)
+
+    @cached_property
+    def units(self) -> pd.DataFrame:
+        """The requests, those within the limits, and the seconds of each group, or of each prompt decoded alone.
+
+        Seconds are those in which the tokens come at the group's throughput, so that rates of closed loops leave out
+        the time in which a group ends.
+        """
+        done = self.results.done.assign(token_s=1.0 / self.results.done["tokens_per_second"])
+        met = pd.Series(True, index=done.index)
+        for name, limit_s in self.limits.items():
+            met &= ~(
+                done[LIMITED[name]].astype(float) > limit_s
+            )  # an answer of one token has no time per token
+        done = done.assign(
+            unit=done["group"].where(done["group"] != "", done["prompt"]), met=met.astype(float)
+        )
+        keys = ["config", "baseline", "unit", "repeat"]
+        units = done.groupby(keys, sort=False, as_index=False).agg(
+            requests=("met", "size"),
+            met=("met", "sum"),
+            tokens=("new_tokens", "sum"),
+            seconds=("total_s", "sum"),
+        )
+        groups = self.results.groups.rename(columns={"group": "unit"})[
+            ["config", "unit", "repeat", "throughput"]
+        ]
+        units = units.merge(groups, on=["config", "unit", "repeat"], how="left")
+        shared = units["tokens"] / units["throughput"].astype(float)
+        return units.assign(seconds=shared.where(units["throughput"].notna(), units["seconds"]))
+
+    @cached_property
+    def unit_pairs(self) -> pd.DataFrame:
+        """The units, each with that of its baseline."""
+        return with_baseline(self.units, ["met", "seconds"], ["unit", "repeat"])
