@@ -22,7 +22,7 @@ def main(limit: int = 4) -> pd.DataFrame:
             decoding=DecodingOptions(max_new_tokens=24),
         )
     columns = ["tokens_per_second", "tokens_per_step", "acceptance_rate"]
-    table = results.generations.groupby("label")[columns].mean().sort_values("tokens_per_second")
+    table = results.table().set_index("label")[columns].sort_values("tokens_per_second")
     print(table.round(2))
     return table
 

@@ -29,7 +29,7 @@ from specbench.config import read_config
 from specbench.predict import here
 from specbench.predict.here import Prediction
 from specbench.results.lines import CostLine, Generation
-from specbench.results.results import load_results
+from specbench.results.results import Results, load_results
 from specbench.results.store import read_run
 from specbench.results.summary import Summary
 from specbench.rows import Row
@@ -304,11 +304,8 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
         "predict_rows",
         lambda _, sweep, *__: ({row.id: faster for row in sweep.configs[1:]}, {}),
     )
-    monkeypatch.setattr(
-        specbench.tune.answer,
-        "disturbance",
-        lambda _: "Verdicts are provisional: other programs used the processor during 9 of 9 generations.",
-    )
+    said = "Verdicts are provisional: other programs used the processor during 9 of 9 generations."
+    monkeypatch.setattr(Results, "disturbance", said)
     said = tune("-v")
     assert said.code == 0, said.err
     headline, *details = said.out.split("\n\n")[0].splitlines()
