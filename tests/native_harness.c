@@ -51,8 +51,7 @@ static Matrix matrix(int outputs, int inputs, int bits, int biased, int level) {
     } else {
         made.width = bits == 12 ? MOST_WIDTH : PANEL;
         const int capacity = made.width * inputs, panels = panels_of(&made);
-        made.float16 = bits <= 8 && drawn(2);
-        const int64_t size = specbench_packed_bytes(outputs, inputs, bits, made.width, made.float16);
+        const int64_t size = specbench_packed_bytes(outputs, inputs, bits, made.width);
         uint8_t *memory = malloc((size_t)size);
         for (int64_t i = 0; i < size; i++) memory[i] = (uint8_t)drawn(0x3c); /* scales below 1 */
         uint32_t *exceptions = malloc(sizeof *exceptions * (size_t)(panels * capacity));
@@ -67,7 +66,7 @@ static Matrix matrix(int outputs, int inputs, int bits, int biased, int level) {
         const Packing packing = {.bytes = bytes, .scales = scales, .weight = weight, .halves = halves, .panels = memory,
                                  .rows = outputs, .columns = inputs, .bits = bits, .width = made.width,
                                  .exceptions = exceptions, .found = found, .capacity = capacity};
-        if (bits + made.float16 != 9 && specbench_pack(&packing, NULL, 1, level)) exit(2);
+        if (specbench_pack(&packing, NULL, 1, level)) exit(2);
         for (int panel = 0; bits == 12 && panel < panels; panel++)
             for (int step = 0; step < made.depth / 2; step += STRETCH)
                 ((Block *)(memory + panel * panel_bytes(&made) + bytes_in_12_bits(step)))->first += panel * capacity;

@@ -79,7 +79,7 @@ DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, 
 
 @pytest.fixture(params=[1, 2, 3], ids=["avx2", "avx512", "bfloat16"])
 def level(request, monkeypatch) -> int:
-    """Instructions to be used, below those of the processor too."""
+    """Instructions to be used, below those of the processor too; for what has its own code for each."""
     own = native.loaded()
     if own.highest < request.param:
         pytest.skip("this processor has no such instructions")
@@ -106,26 +106,6 @@ def build(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     return model
 
 
-def in_groups(weight: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers up to ``most``, and scales of groups of 32 inputs, float16."""
-    outputs, inputs = weight.shape
-    groups = torch.nn.functional.pad(weight, (0, -inputs % 32)).view(outputs, -1, 32)
-    scales = (groups.abs().amax(-1) / most).half()
-    return (groups / scales[..., None].float()).round().to(torch.int8).flatten(1)[:, :inputs], scales
-
-
-def int8_by_groups(weight: torch.Tensor) -> native.Panels:
-    return native.Panels.from_int8(*in_groups(weight, 127))
-
-
-def int4_in_float16(weight: torch.Tensor) -> native.Panels:
-    codes, scales = in_groups(weight, 7)
-    return native.Panels.from_int4((codes + 8).view(torch.uint8), scales, -8 * scales)
-
-
-BY_GROUPS = {"int8 by groups": int8_by_groups, "int4 in float16": int4_in_float16}
-
-
 def rows_in_bytes(x: torch.Tensor) -> torch.Tensor:
     """Activations as they are after rounding, in float64."""
     steps = x.double().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
@@ -138,24 +118,22 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 # -- products ----------------------------------------------------------------------------------------
 
+FORMS = [*LAYERS, "16 bits", *DTYPES]
+
 
 def panels_of(form: Any, weight: torch.Tensor) -> native.Panels:
     """Panels of a weight in a form of ``FORMS``."""
     if form in LAYERS:
         return cast("native.Panels", LAYERS[form](weight, None).panels)
-    if form in OF_HALVES:
-        return OF_HALVES[form](weight.bfloat16())
-    return BY_GROUPS[form](weight) if form in BY_GROUPS else numbers(weight.to(form))
-
-
-OF_HALVES: dict[str, Any] = {"16 bits": native.Panels.from_bfloat16}
-FORMS = [*LAYERS, *BY_GROUPS, *OF_HALVES, *DTYPES]
+    if form == "16 bits":
+        return native.Panels.from_bfloat16(weight.bfloat16())
+    return numbers(weight.to(form))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_products_are_those_of_the_weights_and_rows_as_they_are_rounded(form, level):
     choice = random.Random(0)
-    shapes = [(choice.randint(1, 150), choice.randint(1, 300)) for _ in range(12)]
+    shapes = [(choice.randint(1, 150), choice.randint(1, 300)) for _ in range(4)]
     for outputs, inputs in (*shapes, (128, 64), (33, 96), (70, 2100)):
         draw = torch.Generator().manual_seed(inputs)
         weight = torch.randn(outputs, inputs, generator=draw)
@@ -179,7 +157,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(form, level):
     x = torch.randn(300, 1100, generator=torch.Generator().manual_seed(1))
     product = panels_of(form, weight).product
     one_by_one = torch.cat([product(row) for row in x.split(1)])
-    for width in (*range(2, 44), 300):
+    for width in (*range(2, 15), 31, 32, 33, 43, 300):
         assert torch.equal(product(x[:width]), one_by_one[:width])
 
 
@@ -194,7 +172,7 @@ def test_groups_get_the_scale_with_the_least_error():
     assert relative(found, weight) < 0.7 * relative(one_scale, weight)
 
 
-@pytest.mark.parametrize("most", [15, 12, 8])
+@pytest.mark.parametrize("most", [15, 8])
 def test_blocks_of_a_4_bit_file_come_back(most):
     """As Q4_1 and Q4_K have them: a scale and a minimum for 32 numbers, whatever share of the codes is used."""
     generator = torch.Generator().manual_seed(most)
@@ -230,7 +208,7 @@ def spread(outputs: int, inputs: int) -> torch.Tensor:
     return weight.bfloat16()
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (192, 1500), (960, 576), (70, 33)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 1500), (70, 33)])
 def test_halves_in_12_bits_are_the_same_to_the_bit(outputs, inputs, level):
     bias = torch.randn(outputs)
     plain = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -243,7 +221,7 @@ def test_halves_in_12_bits_are_the_same_to_the_bit(outputs, inputs, level):
         weight[weight.isinf()] = 1.0
         short, full = native.Panels.shorten_bfloat16(weight), native.Panels.from_bfloat16(weight)
         assert short is not None
-        for rows in (1, 2, 5, 6, 7, 13, 40, 129, 300):
+        for rows in (1, 2, 6, 7, 13, 129, 300):
             x = torch.randn(rows, inputs)
             assert torch.equal(short.product(x), full.product(x))
             rounded = full.product(x.bfloat16().float(), bias).bfloat16()
@@ -265,10 +243,9 @@ def test_where_all_orders_look_alike_none_is_taken():
     assert native.Panels.from_onednn(packed, weight.roll(1)) is None
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_halves_are_packed_where_onednn_would_take_them_apart(bias, monkeypatch):
+def test_halves_are_packed_where_onednn_would_take_them_apart(monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
-    layer = torch.nn.Linear(64, 48, bias, dtype=torch.bfloat16).requires_grad_(False)
+    layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False)
     packed = PackedLinear(layer.weight, layer.bias)
     assert packed._packed is None
     assert torch.equal(packed.weight, layer.weight)
@@ -320,12 +297,11 @@ def exact_passes(kind: str, dtype: torch.dtype, **more: Any) -> list[torch.Tenso
     return passes(Scorer(build(kind, dtype, **more).double()))
 
 
-@pytest.mark.parametrize(("bits", "kept"), [(8, "dynamic"), (4, "preallocated")])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_pass_is_that_of_torch_up_to_rounding(kind, bits, kept, level):
+@pytest.mark.parametrize(("kind", "bits"), [("Llama", 8), ("Qwen2", 4), ("Qwen3", 8)])
+def test_every_pass_is_that_of_torch_up_to_rounding(kind, bits):
     copy = COPIES[bits](build(kind))
-    expected = passes(scorer_of(copy, ways.HFForward, kept))
-    found = passes(scorer_of(copy, ways.NativeForward, kept))
+    expected = passes(scorer_of(copy, ways.HFForward))
+    found = passes(scorer_of(copy, ways.NativeForward))
     # A last bit decides which byte an activation becomes, so both are as far from the model as from each other at most.
     exact = exact_passes(kind, torch.float32)
     assert deviation(found, expected) < 0.5 * deviation(expected, exact) + 0.02
@@ -352,11 +328,21 @@ def chosen(model: Any, cache: CacheKind = "dynamic") -> Scorer:
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "kept"),
-    [(kind, dtype, "dynamic") for kind in KINDS for dtype in DTYPES]
+    [("Llama", dtype, "dynamic") for dtype in DTYPES]
     + [(kind, torch.float32, "preallocated") for kind in FAMILIES],
 )
-def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(kind, dtype, kept, level):
-    model = target_of(kind, dtype)
+def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(kind, dtype, kept):
+    passes_are_near(kind, dtype, kept)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3"])  # both kinds of gates
+def test_other_instructions_come_as_near(kind, level):
+    passes_are_near(kind, DTYPES[-1], "preallocated")
+
+
+def passes_are_near(kind: str, dtype: torch.dtype, kept: CacheKind) -> None:
+    """Compare native passes, and those of torch, with passes in float64."""
+    level, model = native.loaded().level, target_of(kind, dtype)
     exact = exact_passes(kind, dtype, intermediate_size=128)
     expected = passes(scorer_of(model, ways.HFForward, kept))
     found = passes(chosen(model, kept))
@@ -367,17 +353,18 @@ def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(kind, dtype,
     assert deviation(found, exact) < (1e-5 if dtype == torch.float32 else 0.1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    [
-        (kind, form)
-        for kind in FAMILIES
-        for form in (*COPIES, *DTYPES)
-        if kind in KINDS or form in (8, torch.float32)
-    ],
-    ids=str,
-)
-def test_a_row_has_the_same_bits_in_every_pass(kind, form, level):
+@pytest.mark.parametrize("form", [*COPIES, *DTYPES], ids=str)
+def test_a_row_has_the_same_bits_in_every_pass(form, level):
+    rows_have_the_same_bits("Llama", form)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_row_has_the_same_bits_in_every_pass_of_every_family(kind):
+    rows_have_the_same_bits(kind, 8 if kind in KINDS else torch.float32)
+
+
+def rows_have_the_same_bits(kind: str, form: Any) -> None:
+    """Compare passes of several rows with passes of one."""
     if form in COPIES:
         scorer = Scorer(COPIES[form](build(kind, torch.bfloat16)), "dynamic")
     else:
@@ -385,7 +372,7 @@ def test_a_row_has_the_same_bits_in_every_pass(kind, form, level):
     scorer.begin()
     scorer.logits(CONTEXT)
     one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(31)]
-    for width in (2, 3, 6, 7, 12, 13, 14, 15, 16, 18, 19, 28, 29, 31):
+    for width in (2, 3, 6, 7, 13, 16, 19, 31):
         scorer.rollback(len(CONTEXT))
         together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
         assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=False))
@@ -454,7 +441,6 @@ def test_windows_drop_what_is_far_behind_and_give_the_same(kind):
         assert all(layer.dropped and layer.keys.shape[-2] < 900 for layer in sliding)
 
 
-@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 def test_rows_whose_windows_begin_apart_have_parts_of_their_own(cache):
     """In layers with a window of more than one part; the others take all of their rows at once."""
@@ -476,9 +462,7 @@ def test_rows_whose_windows_begin_apart_have_parts_of_their_own(cache):
         ("Gemma3", {"norm_offset": 0.0}),
         ("Gemma3", {"attention_out_norm": None}),
         ("Gemma3", {"window": 0}),
-        ("Gemma3", {"rotation": 0}),
         ("Gemma", {"gelu": False}),
-        ("Granite", {"mlp_norm": "input_layernorm"}),
         ("Granite", {"residual_multiplier": 1.0}),
         ("Olmo2", {"joint_norms": False}),
         ("SmolLM3", {"rotation": 0}),
@@ -530,9 +514,8 @@ def in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize(
     ("kind", "form", "page"),
     [
-        *((kind, form, 16) for kind in KINDS for form in (*COPIES, *DTYPES)),
-        *((kind, torch.float32, 227) for kind in ("Gemma3", "Granite", "SmolLM3")),
-        ("Gemma3", torch.float32, 16),
+        *(("Llama", form, 16) for form in (*COPIES, *DTYPES)),
+        *(("Gemma3", torch.float32, page) for page in (227, 16)),
         ("Qwen3", 8, 227),
     ],
     ids=str,
@@ -597,8 +580,9 @@ def test_rows_attend_to_what_their_requests_hold(level):
             assert relative(rows, expected.transpose(0, 1)) < 1e-5
 
 
-@pytest.mark.parametrize(("rows", "size"), [(3, 32), (7, 128), (33, 64), (120, 48)])
-@pytest.mark.parametrize("past", [254, 256, 511, 700])
+@pytest.mark.parametrize(
+    ("rows", "size", "past"), [(3, 32, 254), (7, 128, 511), (33, 64, 700), (120, 48, 256)]
+)
 def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(level, past, rows, size):
     """Threads share the parts of few rows, not those of many."""
     choice = torch.Generator().manual_seed(past)
@@ -650,11 +634,9 @@ def causal_mask(queries: int, keys: int, window: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("heads", "size", "rows", "keys", "window"),
     [
-        ((6, 2), 64, 50, 700, 0),
         ((4, 4), 80, 300, 300, 0),
         ((3, 1), 256, 97, 260, 0),
         ((4, 2), 96, 300, 901, 100),
-        ((2, 1), 16, 560, 600, 7),
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -691,7 +673,7 @@ def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, level, monkeypatch):
+def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, monkeypatch):
     """In one call and in several, from an empty cache on."""
     scorer = rounded_target("Qwen3", bits).scorer
     scorer.begin()
@@ -709,9 +691,8 @@ def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, level, m
 # -- what is kept, and how it is taken ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dynamic_cache_grows_in_steps(dtype):
-    copy = quantized_copy(build("Llama", dtype))
+def test_a_dynamic_cache_grows_in_steps():
+    copy = quantized_copy(build("Llama"))
     scorer, alone = scorer_of(copy, ways.NativeForward), scorer_of(copy, ways.NativeForward)
     text, places = CONTEXT * 3, []
     scorer.begin()
@@ -728,9 +709,7 @@ def test_a_dynamic_cache_grows_in_steps(dtype):
 
 @pytest.mark.parametrize("sizes", OTHER_SIZES)
 def test_models_of_other_sizes_go_the_way_of_transformers(sizes):
-    scorer = Scorer(quantized_copy(build("Llama", **sizes)))
-    assert type(scorer.forward) is ways.HFForward
-    assert deviation(passes(scorer), passes(Scorer(build("Llama", **sizes)))) < 0.4
+    assert type(Scorer(quantized_copy(build("Llama", **sizes))).forward) is ways.HFForward
 
 
 def test_what_comes_out_differently_is_not_taken(monkeypatch):
@@ -790,9 +769,8 @@ def head_rows(way: HeadForward) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("shape", HEADS)
-def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape, bits, level):
+@pytest.mark.parametrize(("shape", "bits"), zip(HEADS, (4, 8, 8, 4, 8), strict=True))
+def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape, bits):
     head = head_of(bits, **HEADS[shape])
     way = choose_head_forward(head)
     assert type(way) is NativeHeadForward
@@ -802,7 +780,7 @@ def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape, bits, level)
 
 @pytest.mark.parametrize(("bits", "longest"), [(8, 300), (4, 300), (8, 30)])  # one request reads much
 @torch.inference_mode()
-def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, longest, level, monkeypatch):
+def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, longest, monkeypatch):
     monkeypatch.setattr(head_forward, "LONG_READING", longest)
     way = choose_head_forward(head_of(bits, layers=2, norm_output=True))
     assert type(way) is NativeHeadForward

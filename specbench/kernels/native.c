@@ -3,9 +3,9 @@
  * Weights lie in panels of some outputs, in the order in which they are read. In float32 for every input one number of
  * each output, in bfloat16 for every two inputs two of each: so oneDNN packs them too, whose memory is read in place.
  * bfloat16 in 12 bits is the same to the bit: see below. In 8 and 4 bits a panel has 32 outputs. 8 bits: 32 scales (float32),
- * then for every four inputs 32 x 4 bytes, 128 added to each; or 32 scales (float16) before every group of 32 inputs. 4 bits:
- * for every group 32 scales and 32 least numbers (bfloat16 or float16), then codes for every four inputs, 16 x 4 bytes,
- * outputs 0 to 15 in the low halves and 16 to 31 in the high ones: a number is least + scale * code.
+ * then for every four inputs 32 x 4 bytes, 128 added to each. 4 bits: for every group of 32 inputs 32 scales and 32 least
+ * numbers (bfloat16), then codes for every four inputs, 16 x 4 bytes, outputs 0 to 15 in the low halves and 16 to 31 in the
+ * high ones: a number is least + scale * code.
  * Beside these activations are rounded to bytes, with one scale for a row; products of bytes add up exactly in 32 bits.
  * Beside bfloat16 they are rounded to it where the processor multiplies it, and otherwise both are in float32.
  *
@@ -31,11 +31,10 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 14,       /* of what Python hands over */
+    VERSION = 15,       /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_OF_NIBBLES = 4 * PANEL + PANEL * GROUP / 2, /* bytes */
-    GROUP_OF_BYTES = 2 * PANEL + PANEL * GROUP,
     MOST_TILE = 8,      /* rows taken together */
     AHEAD = 4096,       /* bytes fetched ahead: the processor itself stops at every 4 KiB */
     NEARER = 768,       /* bytes ahead, fetched from the second cache into the first */
@@ -73,7 +72,6 @@ typedef struct {
     const uint32_t *exceptions; /* in 12 bits */
     int32_t outputs, inputs, bits;
     int32_t width, depth; /* outputs of a panel, and inputs with the zeros behind them */
-    int32_t float16;      /* whether groups have scales in float16: in 4 bits instead of bfloat16, in 8 bits instead of rows */
 } Matrix;
 
 /* Norms are NULL where a layer has none. */
@@ -265,9 +263,8 @@ INLINE int padded_to_groups(int count) { return (count + GROUP - 1) / GROUP * GR
 INLINE int64_t panel_bytes(const Matrix *matrix) {
     if (matrix->bits == 12) return bytes_in_12_bits(matrix->depth / 2);
     if (matrix->bits > 8) return (int64_t)matrix->bits / 8 * matrix->width * matrix->depth;
-    const int64_t groups = matrix->depth / GROUP;
-    if (matrix->bits == 4) return groups * GROUP_OF_NIBBLES;
-    return matrix->float16 ? groups * GROUP_OF_BYTES : (int64_t)sizeof(float) * PANEL + (int64_t)PANEL * matrix->depth;
+    if (matrix->bits == 4) return (int64_t)matrix->depth / GROUP * GROUP_OF_NIBBLES;
+    return (int64_t)sizeof(float) * PANEL + (int64_t)PANEL * matrix->depth;
 }
 
 INLINE int panels_of(const Matrix *matrix) { return (matrix->outputs + matrix->width - 1) / matrix->width; }
@@ -315,8 +312,6 @@ INLINE float rounded_bfloat16(float x) {
     memcpy(&x, &bits, sizeof x);
     return x;
 }
-
-INLINE int form_of_bytes(const Matrix *matrix) { return matrix->bits + matrix->float16; }
 
 INLINE int64_t place_of(const int32_t *places, int position) { return places ? places[position] : position; }
 
@@ -420,7 +415,6 @@ static __attribute__((target(AVX512))) void unpack_avx512(
 #define F_POWER(i) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(127)), 23))
 #define F_OF_BFLOAT16(p) \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
-#define F_OF_FLOAT16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #define F_OF_I _mm512_castsi512_ps
 #define F_WHERE_FINITE(x, y) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ), y)
 #define I_TO_F _mm512_cvtepi32_ps
@@ -457,7 +451,7 @@ static __attribute__((target(AVX512))) void unpack_avx512(
 #define HALVE halve_bfloat16
 #include "native.h"
 
-#define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define AVX2 __attribute__((target("avx2,fma")))
 
 INLINE AVX2 float sum_avx2(__m256 x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -520,7 +514,6 @@ INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
 #define F_POWER(i) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(i, _mm256_set1_epi32(127)), 23))
 #define F_OF_BFLOAT16(p) \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
-#define F_OF_FLOAT16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #define F_OF_I _mm256_castsi256_ps
 #define F_WHERE_FINITE(x, y) _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ))
 #define I_TO_F _mm256_cvtepi32_ps
@@ -562,9 +555,8 @@ int specbench_halves_are_slow(void) { return is_intel; }
 
 int specbench_version(void) { return VERSION; }
 
-int64_t specbench_packed_bytes(int outputs, int inputs, int bits, int width, int float16) {
-    const Matrix matrix = {
-        .outputs = outputs, .bits = bits, .width = width, .depth = padded_to_groups(inputs), .float16 = float16};
+int64_t specbench_packed_bytes(int outputs, int inputs, int bits, int width) {
+    const Matrix matrix = {.outputs = outputs, .bits = bits, .width = width, .depth = padded_to_groups(inputs)};
     return panels_of(&matrix) * panel_bytes(&matrix);
 }
 

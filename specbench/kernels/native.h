@@ -96,10 +96,8 @@ INLINE TARGET void NAME(tile_of_bytes)(
     NAME(finish_tile)(x, first, bias, out, stride, found, count);
 }
 
-/* In groups, of nibbles or bytes, with scales in float16 or bfloat16. */
-INLINE TARGET void NAME(tile_of_groups)(
-    const uint8_t *panel, const Given *x, int first, const float *bias, float *out, int64_t stride, const int count,
-    const int are_nibbles, const int float16) {
+INLINE TARGET void NAME(tile_of_nibbles)(
+    const uint8_t *panel, const Given *x, int first, const float *bias, float *out, int64_t stride, const int count) {
     VF found[TILE_NIBBLES][NAME(PARTS)];
     const int8_t *rows = x->bytes + (int64_t)first * x->padded;
     const int groups = x->padded / GROUP;
@@ -108,25 +106,21 @@ INLINE TARGET void NAME(tile_of_groups)(
 #pragma GCC unroll 4
         for (int part = 0; part < NAME(PARTS); part++) found[r][part] = F_SET(0.0f);
     }
-    for (int group = 0; group < groups; group++, panel += are_nibbles ? GROUP_OF_NIBBLES : GROUP_OF_BYTES) {
+    for (int group = 0; group < groups; group++, panel += GROUP_OF_NIBBLES) {
         VI sums[TILE_NIBBLES][NAME(PARTS)];
-        const uint8_t *weights = panel + (are_nibbles ? 2 : 1) * sizeof(uint16_t) * PANEL;
-        fetch_ahead(panel, are_nibbles ? 2 : 1, count, are_nibbles);
+        const uint8_t *weights = panel + 2 * sizeof(uint16_t) * PANEL;
+        fetch_ahead(panel, 2, count, 1);
 #pragma GCC unroll 8
         for (int r = 0; r < count; r++) {
-            const int32_t zero = are_nibbles ? 0 : ZERO_OF_BYTES * x->sums[(int64_t)(first + r) * groups + group];
 #pragma GCC unroll 4
-            for (int part = 0; part < NAME(PARTS); part++) sums[r][part] = I_SET(-zero);
+            for (int part = 0; part < NAME(PARTS); part++) sums[r][part] = I_SET(0);
         }
 #pragma GCC unroll 2
-        for (int k = 0; k < GROUP; k += 4, weights += (are_nibbles ? 2 : 4) * PANEL) {
+        for (int k = 0; k < GROUP; k += 4, weights += 2 * PANEL) {
             VI weight[NAME(PARTS)];
-            fetch_ahead(weights, are_nibbles ? 1 : 2, count, are_nibbles);
-#pragma GCC unroll 4
-            for (int part = 0; !are_nibbles && part < NAME(PARTS); part++)
-                weight[part] = I_LOAD(weights + part * 4 * LANES);
+            fetch_ahead(weights, 1, count, 1);
 #pragma GCC unroll 2
-            for (int half = 0; are_nibbles && half < NAME(PARTS) / 2; half++) {
+            for (int half = 0; half < NAME(PARTS) / 2; half++) {
                 VI pair = I_LOAD(weights + half * 4 * LANES);
                 weight[half] = I_AND(pair, I_SET(0x0f0f0f0f));
                 weight[NAME(PARTS) / 2 + half] = I_AND(I_SHIFT4(pair), I_SET(0x0f0f0f0f));
@@ -136,20 +130,17 @@ INLINE TARGET void NAME(tile_of_groups)(
                 VI given = I_SET(four_of(rows + (int64_t)r * x->padded + group * GROUP + k));
 #pragma GCC unroll 4
                 for (int part = 0; part < NAME(PARTS); part++)
-                    sums[r][part] = are_nibbles ? DOT_NIBBLES(sums[r][part], weight[part], given)
-                                                : DOT_BYTES(sums[r][part], weight[part], given);
+                    sums[r][part] = DOT_NIBBLES(sums[r][part], weight[part], given);
             }
         }
 #pragma GCC unroll 4
         for (int part = 0; part < NAME(PARTS); part++) {
             const uint16_t *own = (const uint16_t *)panel + part * LANES;
-            VF scale = float16 ? F_OF_FLOAT16(own) : F_OF_BFLOAT16(own);
-            VF least = !are_nibbles ? F_SET(0.0f) : float16 ? F_OF_FLOAT16(own + PANEL) : F_OF_BFLOAT16(own + PANEL);
+            VF scale = F_OF_BFLOAT16(own), least = F_OF_BFLOAT16(own + PANEL);
 #pragma GCC unroll 8
             for (int r = 0; r < count; r++) {
                 VF total = F_SET((float)x->sums[(int64_t)(first + r) * groups + group]);
-                VF sum = F_FMA(I_TO_F(sums[r][part]), scale, found[r][part]);
-                found[r][part] = are_nibbles ? F_FMA(total, least, sum) : sum;
+                found[r][part] = F_FMA(total, least, F_FMA(I_TO_F(sums[r][part]), scale, found[r][part]));
             }
         }
     }
@@ -159,8 +150,8 @@ INLINE TARGET void NAME(tile_of_groups)(
 /* Panel number `panel` of the outputs, of all rows; `out` points to the first row's first output of the matrix. */
 TARGET static void NAME(product)(const Matrix *matrix, const Given *x, int rows, int panel, float *out, int64_t stride) {
     const uint8_t *weights = matrix->panels + (int64_t)panel * panel_bytes(matrix);
-    const int begin = panel * PANEL, left = matrix->outputs - begin, form = form_of_bytes(matrix);
-    const int most = form == 8 ? TILE_BYTES : TILE_NIBBLES;
+    const int begin = panel * PANEL, left = matrix->outputs - begin;
+    const int most = matrix->bits == 8 ? TILE_BYTES : TILE_NIBBLES;
     const float *bias = matrix->bias ? matrix->bias + begin : NULL;
     float cut[MOST_TILE * PANEL], padded_bias[PANEL] = {0};
     if (bias && left < PANEL) bias = memcpy(padded_bias, bias, sizeof(float) * (size_t)left);
@@ -169,23 +160,20 @@ TARGET static void NAME(product)(const Matrix *matrix, const Given *x, int rows,
         count = (rows - first + tiles - 1) / tiles;
         float *to = left < PANEL ? cut : out + first * stride + begin;
         const int64_t step = left < PANEL ? PANEL : stride;
-#define TILE_OF_GROUPS(n, bits, float16)                                                                          \
-    case 16 * (bits + float16) + n:                                                                               \
-        NAME(tile_of_groups)(weights, x, first, bias, to, step, n <= TILE_NIBBLES ? n : 1, bits == 4, float16);    \
+#define TILE(n)                                                                                     \
+    case 16 * 8 + n:                                                                                \
+        NAME(tile_of_bytes)(weights, x, first, bias, to, step, n);                                  \
+        break;                                                                                      \
+    case 16 * 4 + n:                                                                                \
+        NAME(tile_of_nibbles)(weights, x, first, bias, to, step, n <= TILE_NIBBLES ? n : 1);        \
         break;
-#define TILE(n)                                                    \
-    case 16 * 8 + n:                                               \
-        NAME(tile_of_bytes)(weights, x, first, bias, to, step, n); \
-        break;                                                     \
-    TILE_OF_GROUPS(n, 4, 0) TILE_OF_GROUPS(n, 4, 1) TILE_OF_GROUPS(n, 8, 1)
-        switch (16 * form + count) {
+        switch (16 * matrix->bits + count) {
             TILE(1) TILE(2)
 #if LANES == 16
             TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8)
 #endif
         }
 #undef TILE
-#undef TILE_OF_GROUPS
         if (left < PANEL)
             for (int r = 0; r < count; r++)
                 memcpy(out + (first + r) * stride + begin, cut + r * PANEL, sizeof(float) * (size_t)left);
@@ -722,7 +710,6 @@ static const Ways NAME(ways) = {
 #undef F_TO_I
 #undef F_POWER
 #undef F_OF_BFLOAT16
-#undef F_OF_FLOAT16
 #undef F_OF_I
 #undef F_WHERE_FINITE
 #undef I_TO_F

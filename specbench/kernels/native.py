@@ -41,9 +41,9 @@ STEP = 16
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 14  # of the interface; the library's must be the same
+_VERSION = 15  # of the interface; the library's must be the same
 
-LAYOUT = 3
+LAYOUT = 4
 """Version of the layout of our own panels, with which they are stored."""
 
 _LEVELS = {"default": 0, "avx2": 1}
@@ -59,7 +59,7 @@ def _fields(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
 class CMatrix(Structure):
     _fields_ = (
         *_fields(c_void_p, "panels bias exceptions"),
-        *_fields(c_int32, "outputs inputs bits width depth float16"),
+        *_fields(c_int32, "outputs inputs bits width depth"),
     )
 
 
@@ -236,8 +236,6 @@ class Panels:
     Attributes:
         bits: 32 and 16 for float32 and bfloat16, 12 for bfloat16 with exponents in 4 bits, 8 with a scale per output, 4
             with a scale and an offset per 32 inputs.
-        float16: Whether groups of 32 inputs have scales in float16: in 4 bits in place of bfloat16, in 8 bits in place
-            of outputs.
         width: Outputs in a panel.
         depth: Inputs, with the zeros behind them.
         data: All panels: uint8 in our own layout.
@@ -252,11 +250,9 @@ class Panels:
         laid: PackedLayout | None = None,
         width: int = PANEL,
         data: Tensor | None = None,
-        *,
-        float16: bool = False,
     ) -> None:
         """Allocate panels of our own, or take those that are given or that oneDNN has made."""
-        self.bits, self.outputs, self.inputs, self.width, self.float16 = bits, outputs, inputs, width, float16
+        self.bits, self.outputs, self.inputs, self.width = bits, outputs, inputs, width
         self._onednn_address: int | None = None
         if laid is None:
             self.data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8) if data is None else data
@@ -270,8 +266,7 @@ class Panels:
         return self.data.data_ptr() if self._onednn_address is None else self._onednn_address
 
     def _bytes_of(self, outputs: int) -> int:
-        sizes = outputs, self.inputs, self.bits, self.width, self.float16
-        return int(loaded().library.specbench_packed_bytes(*sizes))
+        return int(loaded().library.specbench_packed_bytes(outputs, self.inputs, self.bits, self.width))
 
     def _pack(self, first: int, packing: CPacking) -> None:
         """Pack rows from ``first`` on, which begins a panel."""
@@ -286,17 +281,17 @@ class Panels:
 
     def stored(self) -> dict[str, Tensor]:
         """Return what ``from_stored`` makes them of, the panels last."""
-        sizes = torch.tensor([self.bits, self.outputs, self.inputs, self.width, self.float16])
+        sizes = torch.tensor([self.bits, self.outputs, self.inputs, self.width])
         exceptions = {} if self.exceptions is None else {"exceptions": self.exceptions}
         return {"sizes": sizes, **exceptions, "panels": self.data}
 
     @classmethod
     def from_stored(cls, tensors: Mapping[str, Tensor]) -> Panels:
         """Use stored panels where they lie; raise ``ValueError`` if they are of another size or kind than here."""
-        (bits, outputs, inputs, width, float16), data = tensors["sizes"].tolist(), tensors["panels"]
+        (bits, outputs, inputs, width), data = tensors["sizes"].tolist(), tensors["panels"]
         if width != (WIDE_PANEL if bits == 12 else PANEL) or (bits == 12 and loaded().level < 2):
             raise ValueError("panels of another kind")
-        made = cls(bits, outputs, inputs, width=width, data=data, float16=bool(float16))
+        made = cls(bits, outputs, inputs, width=width, data=data)
         if data.shape != (made._bytes_of(outputs),) or data.dtype != torch.uint8:
             raise ValueError("panels of another size")
         made.exceptions = tensors.get("exceptions")
@@ -304,12 +299,7 @@ class Panels:
 
     @classmethod
     def from_int8(cls, quantized: Tensor, scales: Tensor) -> Panels:
-        """Pack an int8 weight, [out, in], with float32 scales, [out], or float16 ones, [out, groups of 32 inputs]."""
-        if scales.dim() == 2:
-            made = cls(8, *quantized.shape, float16=True)
-            bytes_, common = made._in_groups(quantized.view(torch.uint8) ^ 128, 128, scales)
-            made.data = torch.cat((common, bytes_.permute(0, 2, 3, 1, 4).flatten(2)), 2).view(-1)
-            return made
+        """Pack an int8 weight, [out, in], with float32 scales, [out]."""
         quantized, scales = quantized.contiguous(), scales.float().contiguous()
         made = cls(8, *quantized.shape)
         made._pack(0, CPacking(bytes=quantized.data_ptr(), scales=scales.data_ptr(), rows=len(quantized)))
@@ -323,31 +313,6 @@ class Panels:
             rows = weight.detach()[first : first + _CHUNK_ROWS].float().contiguous()
             made._pack(first, CPacking(weight=rows.data_ptr(), rows=len(rows)))
         return made
-
-    @classmethod
-    def from_int4(cls, codes: Tensor, scales: Tensor, least: Tensor) -> Panels:
-        """Pack a weight in 4 bits: ``least + scales * codes``.
-
-        Args:
-            codes: [out, in], from 0 to 15, uint8.
-            scales, least: [out, groups of 32 inputs], both in bfloat16 or in float16.
-        """
-        made = cls(4, *codes.shape, float16=scales.dtype == torch.float16)
-        nibbles, common = made._in_groups(codes, 0, scales, least)
-        low, high = nibbles.unflatten(1, (2, -1)).permute(1, 0, 3, 4, 2, 5)
-        made.data = torch.cat((common, (low | high << 4).flatten(2)), 2).view(-1)
-        return made
-
-    def _in_groups(self, codes: Tensor, zero: int, *lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes, [panels, outputs, groups, 8, 4], and as bytes what each group has of each line,
-        [panels, groups, bytes]; what is missing of both is filled up.
-        """
-        missing = -self.outputs % PANEL
-        sizes = -1, PANEL, self.depth // _GROUP
-        filled = torch.nn.functional.pad(codes, (0, self.depth - self.inputs, 0, missing), value=zero)
-        common = torch.nn.functional.pad(torch.stack(lines), (0, 0, 0, missing)).view(len(lines), *sizes)
-        common = common.permute(1, 3, 0, 2).contiguous().view(torch.uint8)
-        return filled.view(*sizes, 8, 4), common.flatten(2)
 
     @classmethod
     def from_bfloat16(cls, weight: Tensor) -> Panels:
@@ -403,7 +368,7 @@ class Panels:
 
     def matrix(self, bias: Tensor | None) -> CMatrix:
         """Return its C structure; valid as long as the panels and the bias, float32, exist."""
-        sizes = (self.outputs, self.inputs, self.bits, self.width, self.depth, self.float16)
+        sizes = (self.outputs, self.inputs, self.bits, self.width, self.depth)
         return CMatrix(self._address, address(bias), address(self.exceptions), *sizes)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
