@@ -17,8 +17,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer, OfTarget
-from specbench.backends.torch.heads import MedusaHeads
+from specbench.backends.torch.head_scorers import EagleScorer, OfTarget
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.prompts import Prompt, load_prompts
@@ -28,8 +27,9 @@ from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.models.training_metadata import read_metadata
 from specbench.options import LoadOptions
-from specbench.train import students, texts, trainer
+from specbench.train import texts, trainer
 from specbench.train.batches import Batches, make_batches
+from specbench.train.eagle_student import EagleStudent
 from specbench.train.settings import TrainingSettings
 from specbench.train.students import write_head
 from specbench.train.texts import Text, texts_file, training_prompts, write_texts
@@ -91,24 +91,16 @@ def decoders_rows(model: Any, student: Any, tokens: Sequence[int], behind: int) 
     """Logits of a draft behind ``tokens[: behind + 2]`` that follows the text, as the decoder gets them."""
     context, draft = tokens[: behind + 2], tokens[behind + 2 : behind + 1 + student.depth]
     fitted, (vocab, width) = FittedLogits(len(student.rows), None), student.rows.shape
-    scorer: HeadScorer
-    if isinstance(student, trainer.MedusaStudent):
-        heads = MedusaHeads(student.depth, 1, width, vocab, shared=True)
-        heads.load_state_dict({**student.tensors(), "lm_heads.0.weight": student.rows})
-        scorer = MedusaScorer(heads, OfTarget(None, (3,), fitted))
-    else:
-        student.head.lm_head = torch.nn.Linear(width, vocab, bias=False)
-        student.head.lm_head.weight = torch.nn.Parameter(student.rows, requires_grad=False)
-        scorer = EagleScorer(student.head, OfTarget(model.get_input_embeddings(), student.layers, fitted))
+    student.head.lm_head = torch.nn.Linear(width, vocab, bias=False)
+    student.head.lm_head.weight = torch.nn.Parameter(student.rows, requires_grad=False)
+    scorer = EagleScorer(student.head, OfTarget(model.get_input_embeddings(), student.layers, fitted))
     scorer.begin()
     scorer.take_states(len(context) - 1, states_of(model, context[:-1], student.layers))
     return scorer.score(ForwardRequest(scorer, context, draft)).logits
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("kind", "every"), [("eagle", 1), ("eagle", 3), ("mtp", 1), ("mtp", 3), ("medusa", 1)]
-)
+@pytest.mark.parametrize(("kind", "every"), [("eagle", 1), ("eagle", 3), ("mtp", 3)])
 def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every):
     """Position by position, draft by draft, with a pass of the decoder's scorer for each."""
     known = made_up(19, 12)
@@ -132,7 +124,7 @@ def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every):
                     break
                 losses[place].append(float(-(p[end - 1] * rows[place].log_softmax(-1)).sum()))
                 right = rows[place].argmax() == p[end - 1].argmax()
-                if kind != "medusa" and not right and (behind + int(batch["ids"].sum())) % every:
+                if not right and (behind + int(batch["ids"].sum())) % every:
                     break
     counts = [len(each) for each in losses]
     assert found["counted"].tolist() == counts
@@ -155,11 +147,10 @@ def test_a_student_shares_no_memory_with_the_target(model, kind):
 
 
 def test_wide_targets_have_heads_that_learn_at_a_lower_rate(model):
-    eagle, medusa = (student_of(model, kind) for kind in ("eagle", "medusa"))
-    rates = eagle.rate, medusa.rate
-    for student in (eagle, medusa):
-        student.rows = torch.zeros(2, 1152)
-    assert (eagle.rate, medusa.rate) == (rates[0] / 2, rates[1])
+    student = student_of(model, "eagle")
+    usual = student.rate
+    student.rows = torch.zeros(2, 1152)
+    assert student.rate == usual / 2
 
 
 # -- prompts, texts and batches --------------------------------------------------------------------
@@ -243,8 +234,7 @@ def train(cli, tmp_path) -> Callable[..., Any]:
 @pytest.mark.parametrize("kind", STUDENTS)
 def test_a_head_learns_and_drafts_exactly(cli: Cli, train, tmp_path, monkeypatch, kind):
     out = tmp_path / "head"
-    monkeypatch.setattr(students.Student, "rate", 5e-3)
-    monkeypatch.setattr(trainer.MedusaStudent, "rate", 5e-3)
+    monkeypatch.setattr(EagleStudent, "rate", 5e-3)
     small = partial(TrainingSettings, batch_tokens=96, repeats=8)
     monkeypatch.setattr(import_module("specbench.cli.train"), "TrainingSettings", small)
     told = train("--kind", kind, "--tokens", 250, "--depth", DEPTH, "--out", out)
@@ -269,9 +259,8 @@ class KilledError(BaseException):
     pass
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_cut_off_it_ends_the_same(target, tmp_path, monkeypatch, kind):
-    settings = replace(QUICK, kind=kind, repeats=3)
+def test_cut_off_it_ends_the_same(target, tmp_path, monkeypatch):
+    settings = replace(QUICK, repeats=3)
     train_head(target, PROMPTS, settings, tmp_path / "whole")
     monkeypatch.setattr(trainer, "_SAVE_INTERVAL_S", 0.0)
     out, seen = tmp_path / "parts", []
@@ -297,7 +286,7 @@ def test_ctrl_c_keeps_the_training(train, tmp_path, monkeypatch):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    words = ("--tokens", 60, "--kind", "medusa", "--out", tmp_path / "head")
+    words = ("--tokens", 60, "--out", tmp_path / "head")
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "write_texts", interrupted)
         told = train(*words)

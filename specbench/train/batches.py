@@ -10,11 +10,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from specbench.train.students import Batch, Student
+from specbench.train.students import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specbench.train.eagle_student import EagleStudent
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text
 
@@ -58,7 +59,7 @@ class Batches(Dataset[Batch]):
     """
 
     def __init__(
-        self, model: PreTrainedModel, texts: Sequence[Text], student: Student, settings: TrainingSettings
+        self, model: PreTrainedModel, texts: Sequence[Text], student: EagleStudent, settings: TrainingSettings
     ) -> None:
         self._model: Any = model
         self._student, self.written = student, sum(text.written for text in texts)

@@ -6,17 +6,15 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
 from specbench.train.students import (
-    EVERY,
     FAMILY,
-    Batch,
     Drafts,
-    Student,
     layer_config,
     layer_settings,
     picked,
@@ -25,6 +23,12 @@ from specbench.train.students import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_EVERY = 4
+"""One in this many drafts continues after a wrong token; decoding would reject all of them there."""
+
+_WIDTH = 576
+"""Width of hidden states above which the learning rate falls in proportion (Yang et al. 2022, arXiv 2203.03466)."""
 
 
 class DraftAttention:
@@ -68,24 +72,41 @@ class DraftAttention:
         return out.transpose(1, 2)
 
 
-class EagleStudent(Student):
+class EagleStudent(nn.Module):
     """An EAGLE-3 head that learns to continue its own outputs (Li et al. 2025, arXiv 2503.01840).
 
     Embeddings and the projection to the draft vocabulary are the target's and are not trained.
 
     Args:
         model: The target; if it is of the Llama family, the head starts with its last layers.
+        draft_vocab: Token ids of the draft vocabulary, ascending, [vocab].
+        depth: Tokens it learns to draft.
+
+    Attributes:
+        algorithm: Its name in the files of ``speculators``.
+        rows: The rows of the target's output head that it drafts with, [vocab, width].
+        layers: The target's layers whose hidden states it reads.
     """
 
     algorithm = "eagle3"
 
     def __init__(self, model: PreTrainedModel, draft_vocab: torch.Tensor, depth: int) -> None:
-        super().__init__(model, draft_vocab, depth)
-        self.every = EVERY
+        super().__init__()
+        output_head: Any = model.get_output_embeddings()
+        self.draft_vocab, self.depth, self.every = draft_vocab, depth, _EVERY
+        self.rows: torch.Tensor = output_head.weight.detach()[draft_vocab]
+        self.config = text_config(model.config)
+        self.layers = self.read_layers(self.config.num_hidden_layers)
         self.head = self.make_head(model)
         del self.head.lm_head
 
+    @property
+    def rate(self) -> float:
+        """The highest learning rate."""
+        return 1.6e-3 / max(1.0, self.rows.shape[1] / _WIDTH)
+
     def read_layers(self, total: int) -> tuple[int, ...]:
+        """Return the layers whose hidden states it reads, of a target with ``total`` layers."""
         return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
 
     def make_head(self, model: PreTrainedModel) -> Any:
@@ -99,7 +120,14 @@ class EagleStudent(Student):
         _init_from_target(head, model)
         return head
 
-    def draft(self, batch: Batch, drafts: Drafts) -> None:
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Draft after every position of the answers in a batch, see ``Batches``.
+
+        Returns:
+            ``loss``, and by place in the draft ``losses``, the mean cross-entropy with the target's distributions, and
+            ``counted``, the number of drafts that reach it, [depth].
+        """
+        drafts = Drafts(batch["logits"], batch["places"], self.rows)
         head, embedded, states = self.head, batch["embedded"], batch["states"][:, :-1]
         attends = [DraftAttention() for _ in head.layers]
         features = head.fuse(states.to(head.norm.weight.dtype)).float()
@@ -124,19 +152,20 @@ class EagleStudent(Student):
             features = picked(head.recurring(out), chosen)
             for attend in attends:
                 attend.select(chosen, starts)
+        return drafts.losses()
 
     def settings(self) -> Json:
+        """Return what ``config.json`` says of this kind of head."""
         shape = self.head.shape
         return {
             "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.3.0",
             "transformer_layer_config": layer_settings(shape.layer) | {"num_hidden_layers": shape.layers},
             "eagle_aux_hidden_state_layer_ids": [*self.layers],
             "norm_before_residual": False,
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return its weights by their names in a file."""
         return {name: tensor.detach() for name, tensor in self.head.named_parameters()}
 
 

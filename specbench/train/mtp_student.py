@@ -15,7 +15,7 @@ from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
 from specbench.models.mtp_layouts import SPECULATORS
 from specbench.train.eagle_student import EagleStudent
-from specbench.train.students import Student, layer_config, layer_settings, start_from_highest
+from specbench.train.students import layer_config, layer_settings, start_from_highest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +31,9 @@ class MtpStudent(EagleStudent):
     """
 
     algorithm = "mtp"
-    read_layers = Student.read_layers
+
+    def read_layers(self, total: int) -> tuple[int, ...]:
+        return (total,)
 
     def make_head(self, model: PreTrainedModel) -> Any:
         head = _layer_of_target(model)
@@ -44,8 +46,6 @@ class MtpStudent(EagleStudent):
     def settings(self) -> Json:
         return {
             "architectures": ["MTPDraftModel"],
-            "speculators_model_type": "mtp",
-            "speculators_version": "0.3.0",
             "num_nextn_predict_layers": 1,
             "transformer_layer_config": layer_settings(self.head.shape.layer),
         }

@@ -1,4 +1,4 @@
-"""Heads in training: their drafts for a batch, the losses of these, and their files.
+"""What the kinds of heads in training share: the losses of their drafts, and their files.
 
 Place i of a draft is the token i + 2 positions after the last one with known hidden states. The token in between is the
 target's own, with which the context ends.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save
@@ -18,81 +18,15 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from specbench.base.files import write_bytes, write_text
 from specbench.base.record import Json
-from specbench.models.checkpoints import text_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from specbench.models.target import Target
+    from specbench.train.eagle_student import EagleStudent
 
 Batch = dict[str, torch.Tensor]
 
-EVERY = 4
-"""One in this many drafts continues after a wrong token; decoding would reject all of them there."""
-
 _DECAY = 0.8
 """Weight of the loss at each draft position relative to the one before, times the share of drafts that get there."""
-
-_WIDTH = 576
-"""Width of hidden states above which the learning rate of decoder layers falls in proportion (Yang et al. 2022, arXiv
-2203.03466)."""
-
-
-class Student(nn.Module):
-    """A head in training.
-
-    Args:
-        model: The target.
-        draft_vocab: Token ids of the draft vocabulary, ascending, [vocab].
-        depth: Tokens it learns to draft.
-
-    Attributes:
-        algorithm: Its name in the files of ``speculators``; ``None`` if it is stored in another format.
-        rows: The rows of the target's output head that it drafts with, [vocab, width]; they are not trained.
-        layers: The target's layers whose hidden states it reads.
-    """
-
-    algorithm: str | None = None
-
-    def __init__(self, model: PreTrainedModel, draft_vocab: torch.Tensor, depth: int) -> None:
-        super().__init__()
-        output_head: Any = model.get_output_embeddings()
-        self.draft_vocab, self.depth = draft_vocab, depth
-        self.rows: torch.Tensor = output_head.weight.detach()[draft_vocab]
-        self.config = text_config(model.config)
-        self.layers = self.read_layers(self.config.num_hidden_layers)
-
-    def read_layers(self, total: int) -> tuple[int, ...]:
-        """Return the layers whose hidden states it reads, of a target with ``total`` layers."""
-        return (total,)
-
-    @property
-    def rate(self) -> float:
-        """The highest learning rate."""
-        return 1.6e-3 / max(1.0, self.rows.shape[1] / _WIDTH)
-
-    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Draft after every position of the answers in a batch, see ``Batches``.
-
-        Returns:
-            ``loss``, and by place in the draft ``losses``, the mean cross-entropy with the target's distributions, and
-            ``counted``, the number of drafts that reach it, [depth].
-        """
-        drafts = Drafts(batch["logits"], batch["places"], self.rows)
-        self.draft(batch, drafts)
-        return drafts.losses()
-
-    def draft(self, batch: Batch, drafts: Drafts) -> None:
-        """Add the drafts of every place to ``drafts``."""
-        raise NotImplementedError
-
-    def settings(self) -> Json:
-        """Return its ``config.json``, without the draft vocabulary and the target."""
-        raise NotImplementedError
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return its weights by their names in a file."""
-        raise NotImplementedError
 
 
 class Drafts:
@@ -131,7 +65,7 @@ class Drafts:
         return logits.argmax(-1) == self._choices[wanted]
 
     def losses(self) -> dict[str, torch.Tensor]:
-        """Return what ``Student.forward`` does."""
+        """Return what ``EagleStudent.forward`` does."""
         losses = torch.stack(self._losses)
         counted = torch.tensor(self._counted, device=losses.device)
         weights = _DECAY ** torch.arange(len(losses), device=losses.device)
@@ -139,32 +73,28 @@ class Drafts:
         return {"loss": (losses * reached * weights).sum(), "losses": losses.detach(), "counted": counted}
 
 
-def write_head(folder: Path, student: Student, target: Target) -> None:
+def write_head(folder: Path, student: EagleStudent, target: Target) -> None:
     """Write a head's files, each of them atomically; raise ``OSError`` if they cannot be written."""
-    tensors, vocab = student.tensors(), student.draft_vocab.cpu()
-    if student.algorithm is None:
-        tensors |= {"lm_heads.0.weight": student.rows, "token_map": vocab}
-    else:
-        # The target's token is d + d2t[d], and t2d marks the draft vocabulary.
-        drafted = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, vocab, True)
-        tensors |= {"lm_head.weight": student.rows, "d2t": vocab - torch.arange(len(vocab)), "t2d": drafted}
+    vocab = student.draft_vocab.cpu()
+    # The target's token is d + d2t[d], and t2d marks the draft vocabulary.
+    drafted = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, vocab, True)
+    own = {"lm_head.weight": student.rows, "d2t": vocab - torch.arange(len(vocab)), "t2d": drafted}
     stored = {
         name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).cpu().contiguous()
-        for name, tensor in tensors.items()
+        for name, tensor in (student.tensors() | own).items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_bytes(folder / "model.safetensors", save(stored, metadata={"format": "pt"}))
     write_text(folder / "config.json", json.dumps(_config(student, target), indent=1) + "\n")
 
 
-def _config(student: Student, target: Target) -> Json:
+def _config(student: EagleStudent, target: Target) -> Json:
     """Return the ``config.json``."""
-    settings = student.settings()
-    if student.algorithm is None:
-        settings["truncated_vocab_size"] = len(student.draft_vocab)
-    else:
-        settings["draft_vocab_size"] = len(student.draft_vocab)
-        settings["speculators_config"] = {
+    return student.settings() | {
+        "speculators_model_type": student.algorithm,
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": len(student.draft_vocab),
+        "speculators_config": {
             "algorithm": student.algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": student.depth}],
@@ -172,8 +102,7 @@ def _config(student: Student, target: Target) -> Json:
                 "name_or_path": target.name,
                 "architectures": target.language_model.model.config.architectures or [],
             },
-        }
-    return settings | {
+        },
         "dtype": "bfloat16",
         "target": target.name,
         "target_fingerprint": target.language_model.identity,

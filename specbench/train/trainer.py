@@ -27,10 +27,9 @@ from specbench.models.drafters import require_states
 from specbench.models.training_metadata import TRAINING_FILE
 from specbench.train.batches import Batches
 from specbench.train.eagle_student import EagleStudent
-from specbench.train.medusa_student import MedusaStudent
 from specbench.train.mtp_student import MtpStudent
 from specbench.train.settings import TrainingSettings
-from specbench.train.students import Student, write_head
+from specbench.train.students import write_head
 from specbench.train.texts import Text, write_texts
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 Update = Callable[[str, int, int | None, str], object]
 
-STUDENTS: dict[str, Any] = {"eagle": EagleStudent, "mtp": MtpStudent, "medusa": MedusaStudent}
+STUDENTS: dict[str, type[EagleStudent]] = {"eagle": EagleStudent, "mtp": MtpStudent}
 """Kinds of heads that can be trained."""
 
 _SAVE_INTERVAL_S = 60.0
@@ -128,7 +127,7 @@ def train_head(
         shutil.rmtree(state)
 
 
-def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSettings) -> Student:
+def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSettings) -> EagleStudent:
     """Return a new head, whose draft vocabulary are the tokens that the target writes most often."""
     model, whole = target.language_model.model, target.vocab_size
     total = text_config(model.config).num_hidden_layers
@@ -141,11 +140,11 @@ def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSetti
     size = max(_MIN_VOCAB, whole // 4)
     vocab = torch.tensor(sorted([token for token in order if token < whole][:size]), device=model.device)
     transformers.set_seed(settings.seed)
-    student: Student = STUDENTS[settings.kind](model, vocab, settings.depth)
+    student = STUDENTS[settings.kind](model, vocab, settings.depth)
     return student.to(model.device)
 
 
-def _arguments(state: Path, student: Student, seed: int) -> transformers.TrainingArguments:
+def _arguments(state: Path, student: EagleStudent, seed: int) -> transformers.TrainingArguments:
     arguments = transformers.TrainingArguments(
         str(state),
         num_train_epochs=1,  # of the batches in their order, which has the repetitions
