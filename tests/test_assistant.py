@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -160,8 +161,9 @@ def prepared(target: Target, drafter: Any, context: list[int]) -> Any:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kept", ["dynamic", "preallocated"])
+@pytest.mark.parametrize(
+    ("form", "kept"), zip(FORMS, itertools.cycle(("dynamic", "preallocated")), strict=False)
+)
 def test_rows_of_a_chain_are_those_of_transformers(pair, form, kept):
     made = pair(form)
     target, drafter = loaded(made, kept)

@@ -215,8 +215,7 @@ def bit_exact_target(rounded: QuantizedName) -> Target:
     return target
 
 
-@pytest.mark.parametrize("spec", ["lookup", "ngram", "self:layers=1", "lookup+self:skip=1"])
-@pytest.mark.parametrize("rounded", ["int8", "int4"])
+@pytest.mark.parametrize(("rounded", "spec"), [("int8", "lookup"), ("int4", "lookup+self:skip=1")])
 def test_drafts_change_nothing_of_a_rounded_targets_output(rounded, spec):
     target = bit_exact_target(rounded)
     for prompt in ([5, 6, 7] * 4, list(range(40)), [9] * 30):

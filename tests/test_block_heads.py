@@ -217,8 +217,10 @@ def test_rows_of_dflash_are_those_of_the_formulas(tmp_path, settings, drafted, l
     assert_rows_of_blocks(drafter, *rows)
 
 
-@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("form", ["authors", "speculators", "speculators, from the first mask"])
+@pytest.mark.parametrize(
+    ("markov", "form"),
+    [("vanilla", "authors"), ("gated", "speculators"), ("rnn", "speculators, from the first mask")],
+)
 def test_rows_of_dspark_are_those_of_the_formulas(tmp_path, markov, form):
     authors, first = form == "authors", int("mask" in form)
     tensors = conditional_tensors("dspark", drafted=None if authors else DRAFTED, markov=markov)

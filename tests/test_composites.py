@@ -98,8 +98,7 @@ def test_other_parts_are_neither_counted_nor_read(place, monkeypatch):
     assert parts == {"vision_tower", "multi_modal_projector"}
 
 
-@pytest.mark.parametrize("section", [None, "text_config"])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize(("section", "dtype"), [(None, "float32"), ("text_config", "int8")])
 def test_quantized_texts_are_unpacked(place, tmp_path, section, dtype):
     whole = whole_model("mistral3")
     whole.save_pretrained(tmp_path)
@@ -159,8 +158,13 @@ def wide_llava() -> Any:
     return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=sight)).eval()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llava", "qwen3_5", "mistral3", "gemma3", "llama4", "kimi_k25"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("llava", torch.bfloat16),
+        *((kind, torch.float32) for kind in ("qwen3_5", "mistral3", "gemma3", "llama4", "kimi_k25")),
+    ],
+)
 def test_texts_have_the_layers_passes_and_caches_of_their_twin(kind, dtype):
     whole = (wide_llava() if kind == "llava" else whole_model(kind)).to(dtype)
     texts = [wrap_target(whole, name="whole")]
@@ -178,7 +182,7 @@ def test_texts_have_the_layers_passes_and_caches_of_their_twin(kind, dtype):
         for text in texts
     )
     assert ours == twins
-    if kind == "llava" and dtype == torch.bfloat16 and native.is_available():
+    if kind == "llava" and native.is_available():
         assert ours["forward"] is NativeForward
 
 

@@ -536,7 +536,7 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
     assert any(len(each.requests) > 1 for each in drafting) == shared
 
 
-@pytest.mark.parametrize("kind", ["eagle", "peagle", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle", "dspark"])
 def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, kind, monkeypatch):
     """Shared passes of the head fail when they have been made, and so do all of one request's of the target."""
     target = wrap_target(few_tokens(), pack=False)
@@ -584,7 +584,7 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
     assert many.factory.use.used == 0
 
 
-@pytest.mark.parametrize(("drafter", "tree"), [("head", False), ("head", True), ("cascade", False)])
+@pytest.mark.parametrize(("drafter", "tree"), [("head", True), ("cascade", False)])
 def test_every_draft_begins_behind_the_targets_own_states(tmp_path, drafter, tree, monkeypatch):
     """Whatever was drafted, kept and dropped before: the first row is that of a head that has read nothing else."""
     target = wrap_target(few_tokens(), pack=False)
@@ -645,20 +645,9 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         speculators_settings(vocab=VOCAB + 1), eagle_tensors(),
         f"trained for another target: for tokens {VOCAB + 1}, and tiny has {VOCAB}."
     ),
-    "another architecture": (
-        speculators_settings(speculators_config={"verifier": {"architectures": ["Qwen3ForCausalLM"]}}),
-        eagle_tensors(), "and tiny is a LlamaForCausalLM."
-    ),
     "a tensor is missing": (
         speculators_settings(), without(eagle_tensors(), "fc.weight", "norm.weight"),
         'Missing key(s) in state_dict: "fc.weight"',
-    ),
-    "a tensor too many": (
-        speculators_settings(), changed("layers.1.mlp.up_proj.weight", torch.zeros(1)),
-        "layers.1.mlp.up_proj.weight",
-    ),
-    "another shape": (
-        speculators_settings(), changed("fc.weight", torch.zeros(32, 64)), "size mismatch for fc.weight"
     ),
     "no map": (
         speculators_settings(), without(eagle_tensors(), "d2t", "t2d"),
@@ -680,9 +669,6 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     ),
     "DFlash without a mask": (
         block_settings(dflash_config={"target_layer_ids": [0, 2]}), block_tensors(), "mask_token_id"
-    ),
-    "P-EAGLE with a mask beyond": (
-        eagle_settings(ptd_token_id=VOCAB), parallel_tensors(), "its ptd_token_id is no token."
     ),
     "an MTP layer without weights": (
         {"speculators_model_type": "mtp"}, {}, "they lack eh_proj.weight of an MTP layer"

@@ -166,7 +166,9 @@ def test_several_layers_draft_no_more_tokens_than_there_are_layers(folder):
     assert not drafted(CONTEXT[:1])[0], "the last layer has no entry yet"
 
 
-@pytest.mark.parametrize(("family", "layers"), SEVERAL)
+@pytest.mark.parametrize(
+    ("family", "layers"), [("deepseek", 1), ("deepseek", 4), ("qwen3-next", 1), ("mimo-v2", 4)]
+)
 def test_greedy_outputs_are_the_targets(folder, family, layers):
     made = checkpoint(family, folder, layers)
     target = load_target(str(made.folder), PLAIN)

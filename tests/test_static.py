@@ -81,8 +81,7 @@ def assert_alike(scorer: Scorer, other: Scorer, close: float = 1e-4) -> None:
             assert each.cache.length == len(context) - 1
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize(("captured", "fold"), [(False, False), (True, True)])
 def test_its_passes_are_those_of_other_caches(fold, captured):
     model = tiny_llama()
     if fold:
@@ -143,7 +142,7 @@ def test_models_it_cannot_hold_are_refused():
             Scorer(hf.BloomForCausalLM(alibi).to(dtype).eval(), "static")
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Gemma", "Olmo2", "Phi3", "Mixtral"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Phi3", "Mixtral"])
 def test_families_of_models_give_the_same_in_it(kind):
     torch.manual_seed(0)
     more = {"pad_token_id": 0} if kind == "Phi3" else {"num_local_experts": 2} if kind == "Mixtral" else {}
@@ -180,11 +179,9 @@ def read_late(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "rule", "cache"),
     [
-        ("self:layers=1", "fixed:gamma=4", "static"),
         ("self:layers=1", "svip", "dynamic"),
         ("self:int8", "auto", "static"),
-        ("lookup+self:layers=1", "fixed:gamma=4", "dynamic"),
-        ("lookup+self:layers=1", "svip", "static"),
+        ("lookup+self:layers=1", "fixed:gamma=4", "static"),
     ],
 )
 def test_the_output_is_the_targets_own(spec, rule, cache, read_late):

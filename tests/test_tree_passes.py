@@ -42,8 +42,7 @@ def branch(node: int, parents: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.parametrize("tree", [FLAT, DEEP], ids=["flat", "deep"])
+@pytest.mark.parametrize(("tree", "fold"), [(FLAT, True), (DEEP, False)], ids=["flat", "deep"])
 def test_a_pass_over_a_tree_is_the_separate_passes(cache, fold, tree):
     from specbench.backends.torch.attention import fold_attention
 
