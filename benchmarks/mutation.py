@@ -264,11 +264,6 @@ drafters/model.py:SelfDrafter.drafting  test_decode.py
 - self.scorer.rollback(verified)
 + pass
 
-sliding layers do not record their past
-backends/torch/caches.py:DynamicKVCache.after_forward  test_caches.py -k 'mistral or llama or gemma3'
-- self.held.activate_past_recording()
-+ pass
-
 recurrent states are not rolled back
 backends/torch/caches.py:KVCache.rollback  test_recurrent.py -k 'rollback or alone'
 - self.recurrent.rollback(length)

@@ -82,7 +82,6 @@ FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
         lambda: hf.Lfm2Config(**USUAL, conv_L_cache=3, layer_types=["conv", "full_attention", "conv"]),
     ),
 }  # fmt: skip
-SLIDING = ["mistral-sliding", "gemma2", "gemma3"]
 CASES = [
     (family, kind) for family in FAMILIES for kind in KINDS if (family, kind) != ("lfm2", "preallocated")
 ]
@@ -142,11 +141,6 @@ def cache_layers(scorer: Scorer) -> Sequence[Any]:
     return layers
 
 
-def held(layer: Any) -> int:
-    """Positions whose keys lie in a layer of a dynamic cache."""
-    return 0 if layer.keys is None else int(layer.keys.shape[-2])
-
-
 # -- decoding as it goes --------------------------------------------------------------------------
 
 
@@ -184,29 +178,12 @@ def test_only_what_the_cache_lacks_is_fed(kind, monkeypatch):
 # -- sliding windows ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", SLIDING)
-def test_dynamic_sliding_layers_hold_their_window_only(family):
-    scorer = Scorer(tiny(family), "dynamic")
-    assert scorer.cache.separate_prefill
-    walk = Walk(scorer, 60)
-    scorer.logits(walk.context, walk.tokens(5))
-    for layer in cache_layers(scorer):
-        assert held(layer) == (WINDOW - 1 + 5 if layer.is_sliding else 65)  # the prompt is not kept whole
-    scorer.rollback(60)
-    walk.context += walk.tokens(1)
-    for drafts in (3, 0, 9, 0):
-        walk.step(drafts)
-        for layer in cache_layers(scorer):
-            assert held(layer) == (WINDOW - 1 if layer.is_sliding else scorer.cache.length)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", SLIDING)
-def test_a_sliding_layer_says_when_it_has_forgotten(family, kind):
-    scorer = Scorer(tiny(family), kind)
+def test_a_sliding_layer_says_when_it_has_forgotten(kind):
+    scorer = Scorer(tiny("gemma2"), kind)
     walk = Walk(scorer, 600)
-    for drafts in (0, 5, 3):
-        walk.step(drafts, check=False)
+    while not dropped(scorer):
+        walk.step(90, check=False)
     with pytest.raises(ValueError, match="given up"):
         scorer.rollback(20)
 
@@ -224,7 +201,7 @@ def test_a_preallocated_window_takes_the_longest_draft_back(start):
 
 
 def dropped(scorer: Scorer) -> int:
-    """Positions that every sliding layer of a preallocated cache has given up."""
+    """Positions that every sliding layer of a cache has given up."""
     (count,) = {layer.dropped for layer in cache_layers(scorer) if layer.is_sliding}
     return int(count)
 
@@ -296,9 +273,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
     "cascade": {"front": "lookup"},
     "tree": {"policy": "dynamic-tree"},
-    "egag": {"policy": "egag"},
     "entropy": {"policy": "entropy-bound"},
-    "sampled": {"sampling": Sampling(0.5)},
     "sampled tree": {"sampling": Sampling(0.5), "policy": "dynamic-tree"},
     "batch": {"requests": 2},
 }
@@ -337,7 +312,7 @@ def test_a_drafter_without_numbers_drafts_nothing_there_and_says_so_once(way, ca
             assert result.token_ids == expected
             assert any(isinstance(step, Step) and step.drafted for step in result.steps)
     said = [record.getMessage() for record in caplog.records if record.name == "specbench"]
-    assert len(said) == ((way != "sampled tree" and "sampled" not in way) or "spoilt" in " ".join(said))
+    assert len(said) == (way != "sampled tree" or "spoilt" in " ".join(said))
     assert all("spoilt" in each for each in said)
 
 

@@ -186,22 +186,13 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
 
 
 class GrowingLayer(PreallocatedLayer):
-    """Replaces a ``DynamicLayer`` in native forwards: its buffers grow in steps, since they may hold long contexts.
+    """Replaces a ``DynamicLayer``: its buffers grow in steps, since they may hold long contexts.
 
     Attributes:
         expected: Positions that will be used soon: new buffers have them and those that growing adds.
     """
 
     expected = 0
-
-    def take(self, layer: DynamicLayer) -> GrowingLayer:
-        """Take what a layer holds, and return itself."""
-        if layer.keys is not None and layer.get_seq_length():
-            self.dtype, self.device = layer.dtype, layer.device
-            self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
-            self.used = self.written = layer.keys.shape[-2]
-            self.dropped = layer.get_seq_length() - self.used
-        return self
 
     def _buffer(self, states: Tensor, capacity: int) -> Tensor:
         batch, heads, _, size = states.shape  # nothing is given out after the used positions
@@ -217,11 +208,11 @@ class GrowingSlidingLayer(GrowingLayer, PreallocatedSlidingLayer):
 
 
 def growing(layer: Any) -> Any:
-    """Return the growing layer that replaces a layer of ``DynamicCache``; layers of other kinds as they are."""
+    """Return the growing layer that replaces an empty layer of ``DynamicCache``; layers of other kinds as they are."""
     if type(layer) is DynamicLayer:
-        return GrowingLayer().take(layer)
+        return GrowingLayer()
     if type(layer) is DynamicSlidingWindowLayer:
-        return GrowingSlidingLayer(layer.sliding_window).take(layer)
+        return GrowingSlidingLayer(layer.sliding_window)
     return layer
 
 
@@ -242,7 +233,7 @@ class LayerGroup:
     @classmethod
     def extended(
         cls,
-        layers: list[Any],
+        layers: Sequence[Any],
         places: Sequence[int],
         tokens: int,
         empty: Tensor,
@@ -250,7 +241,7 @@ class LayerGroup:
         """Count ``tokens`` more positions of layers as used, which the caller writes.
 
         Args:
-            layers: The layers of a cache; those of ``transformers`` are replaced in this list.
+            layers: The layers of a cache.
             places: Indices of the layers.
             empty: Keys or values of no position, [1, heads, 0, head size], from which layers without buffers make them.
 
@@ -258,8 +249,6 @@ class LayerGroup:
             ``None``, and nothing is extended, if layers are of other kinds or lengths, or have dtypes that native
                 passes do not take.
         """
-        for place in places:
-            layers[place] = growing(layers[place])
         own = [layers[place] for place in places]
         length = own[0].get_seq_length()
         if not all(type(layer) in _INDEXED and layer.get_seq_length() == length for layer in own):

@@ -174,10 +174,10 @@ class KVCache:
 def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
     """Make an empty cache for a model.
 
-    ``dynamic`` grows by concatenation (``transformers``' DynamicCache). ``preallocated`` writes by index into buffers
-    that double when full, as does ``bit-exact``. ``static`` does this for forwards with fixed tensor shapes,
-    ``compiled`` for compiled forwards. ``none`` recomputes everything (the reference in tests). With folded attention,
-    a preallocated cache returns keys and values in whole blocks, whose unused positions that attention masks.
+    Keys and values are written by index into buffers: those of ``dynamic`` grow in steps, those of ``preallocated`` and
+    ``bit-exact`` double when full. ``static`` has them for forwards with fixed tensor shapes, ``compiled`` for compiled
+    forwards. ``none`` recomputes everything (the reference in tests). With folded attention, a preallocated cache
+    returns keys and values in whole blocks, whose unused positions that attention masks.
 
     Raises:
         UsageError: The kind is unknown, or cannot hold this model's layers.
@@ -222,11 +222,8 @@ class NoKVCache(KVCache):
 
 
 class DynamicKVCache(KVCache):
-    """``transformers``' DynamicCache with the layer kinds of the model's configuration.
+    """A DynamicCache of ``transformers`` with growing buffers of keys and values.
 
-    Native forwards replace its layers by growing ones (``LayerGroup``). ``transformers``' layers with sliding windows
-    can be rolled back only if they record past positions. Recording begins after the first forward, so that a long
-    prompt is not stored whole. Every rollback then crops all such layers, even by 0, which trims them to their window.
     Recurrent layers store some states (``RecurrentCache``). A rollback to before these empties the cache.
     """
 
@@ -236,13 +233,10 @@ class DynamicKVCache(KVCache):
 
     def reset(self) -> None:
         self.recurrent = RecurrentCache(self._config) if is_recurrent(self._config) else None
+        self.separate_prefill = self.recurrent is not None
         self.held: DynamicCache = self.recurrent or DynamicCache(config=self._config)
+        self.held.layers = [growing(layer) for layer in self.held.layers]
         self._arguments = cache_arguments(self.held, self._config)
-        self._recording = False
-        self.separate_prefill = any(
-            isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
-            for layer in self.held.layers
-        )
 
     @property
     def length(self) -> int:
@@ -250,8 +244,7 @@ class DynamicKVCache(KVCache):
 
     @property
     def takes_trees(self) -> bool:
-        kinds = (DynamicLayer, GrowingLayer, DummyLayer)
-        return all(type(layer) in kinds for layer in self.held.layers)
+        return all(type(layer) in (GrowingLayer, DummyLayer) for layer in self.held.layers)
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self.held.layers, start, positions)
@@ -261,44 +254,32 @@ class DynamicKVCache(KVCache):
 
     def after_forward(self) -> None:
         super().after_forward()
-        if self.recurrent is None and not (self._recording or self.held.is_croppable):
+        if self.recurrent is None and not self.held.is_croppable:
             raise UsageError(
                 "This model keeps a recurrent state that cannot be rolled back after a rejected draft.",
                 "Choose a model of a family that docs/models.md lists.",
             )
-        if not self._recording:
-            self.held.activate_past_recording()
-            self._recording = True
 
     def expect(self, tokens: int) -> None:
-        layers = self.held.layers
-        for place, layer in enumerate(layers):
-            if type(layer) in (DynamicLayer, GrowingLayer):
-                layers[place] = grown = growing(layer)
-                grown.expected = self.length + tokens
+        for layer in self.held.layers:
+            if type(layer) is GrowingLayer:
+                layer.expected = self.length + tokens
 
     def most_kept(self, length: int) -> int:
         if self.recurrent is None:
             return super().most_kept(length)
-        slides = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.held.layers)
+        slides = any(getattr(layer, "is_sliding", False) for layer in self.held.layers)
         return 0 if slides or bounds_prompts(self._config) else self.recurrent.most_kept(length)
 
     def _cut(self, length: int) -> None:
         for layer in self.held.layers:
             if isinstance(layer, PreallocatedLayer):
                 layer.rollback(length)
-            elif isinstance(layer, DynamicSlidingWindowLayer):
-                self._rollback_sliding(layer, length)
             elif isinstance(layer, DynamicLayer) and layer.is_initialized and layer.get_seq_length() > length:
-                _crop_attention(layer, layer.get_seq_length() - length)
-
-    def _rollback_sliding(self, layer: DynamicSlidingWindowLayer, length: int) -> None:
-        if layer.keys is None:
-            return
-        surplus = max(layer.get_seq_length() - length, 0)
-        if surplus and layer.keys.shape[-2] - surplus < min(length, layer.sliding_window - 1):
-            raise ValueError(f"cannot roll back to {length}: the window before it has been given up")
-        _crop_attention(layer, surplus)
+                # Recurrent states next to keys and values are rolled back already.
+                has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
+                crop = DynamicLayer.crop if has_states else type(layer).crop
+                crop(layer, length - layer.get_seq_length())
 
 
 def cache_arguments(cache: Cache, config: PretrainedConfig) -> dict[str, Any]:
@@ -306,14 +287,6 @@ def cache_arguments(cache: Cache, config: PretrainedConfig) -> dict[str, Any]:
     attends = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
     keyword = "past_key_values" if attends else cache_argument(config)
     return {keyword: cache, "use_cache": True}
-
-
-def _crop_attention(layer: Any, surplus: int) -> None:
-    """Remove the last positions of a layer's keys and values; recurrent states next to them are rolled back already."""
-    kind: Any = type(layer)
-    if issubclass(kind, LinearAttentionCacheLayerMixin):
-        kind = DynamicSlidingWindowLayer if issubclass(kind, DynamicSlidingWindowLayer) else DynamicLayer
-    kind.crop(layer, -surplus)
 
 
 class PreallocatedKVCache(KVCache):

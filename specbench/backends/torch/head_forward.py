@@ -173,7 +173,7 @@ class NativeHeadForward(HeadForward):
         for each in inputs:
             past, tokens = each.caches[0].used, len(each.embedded)
             layers = range(len(each.caches))
-            group = LayerGroup.extended([*each.caches], layers, tokens, self._native.empty)
+            group = LayerGroup.extended(each.caches, layers, tokens, self._native.empty)
             if group is None:
                 for request, before in zip(requests, inputs, strict=False):
                     for cache in before.caches:
