@@ -28,14 +28,6 @@ _LARGE_MODEL = 1 << 23  # weights in linear layers from which huge pages are wor
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Names of linear layers of a decoder layer that read the same input."""
 
-_HOOK_ATTRIBUTES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-
 
 class _MergedProduct:
     """One product for several linear layers that read the same input.
@@ -238,8 +230,8 @@ def _replace(
 ) -> bool:
     """Replace all suitable linear layers by the results of ``make``, which gets their weights of an earlier run.
 
-    New weights of large models are laid in huge pages. Layers that are packed already, or cannot be, are not packed.
-    Shared layers stay shared. The weight of merged layers is valid only during the call of ``make``.
+    New weights of large models are laid in huge pages. Layers that are packed already, have hooks, or cannot be packed
+    are left alone. Shared layers stay shared. The weight of merged layers is valid only during the call of ``make``.
     """
     # Only parents are kept, so that nothing refers to a layer's weights once it is replaced.
     places: dict[tuple[int, ...], list[tuple[str, nn.Module, list[str]]]] = {}
@@ -296,7 +288,9 @@ def _weights_of(module: Any) -> int:
 
 
 def _is_linear(module: nn.Module | None) -> bool:
-    # Exactly nn.Linear: a subclass may compute something else, and so may another forward.
+    # Exactly nn.Linear: a subclass may compute something else, and so may another forward. Hooks stay where they are.
+    if module is None or module._forward_hooks or module._forward_pre_hooks:
+        return False
     return (type(module) is nn.Linear and "forward" not in vars(module)) or (
         isinstance(module, PackedLinear) or _is_merged_packed(module)
     )
@@ -327,9 +321,7 @@ def _make_layers(
         return list(layers)
     if len(layers) == 1:
         shape = (first.out_features, first.in_features)
-        new = make(_Place(name, lambda: first.weight, first.bias, shape))
-        _share_hooks(layers, [new])
-        return [new]
+        return [make(_Place(name, lambda: first.weight, first.bias, shape))]
     bias, sizes = first.bias, tuple(layer.out_features for layer in layers)
     shape = (sum(sizes), first.in_features)
     if isinstance(first, MergedLinear):
@@ -342,13 +334,5 @@ def _make_layers(
         new = make(_Place(name, joined, bias, shape, sizes))
     merged = _MergedProduct(new, sizes)
     parts = [MergedLinear(merged, index) for index in range(len(layers))]
-    _share_hooks(layers, parts)
     merged.hooks = Hooks(parts)
     return list(parts)
-
-
-def _share_hooks(layers: Sequence[nn.Module], successors: Sequence[nn.Module]) -> None:
-    """Move the hooks of layers to the layers that replace them; the hooks can still be removed."""
-    for layer, successor in zip(layers, successors, strict=True):
-        for hooks in _HOOK_ATTRIBUTES:
-            setattr(successor, hooks, getattr(layer, hooks))
