@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,17 +80,47 @@ QuantizedWeight = Int8Weight | native.Panels
 """A weight as a quantized layer keeps it: native products read another layout."""
 
 
-class KeptLayers(Protocol):
-    """Packed or quantized weights of a model from an earlier run, by the names of its layers."""
+_PARTS = ("sizes", "exceptions", "panels", "scales", "quantized")
+
+
+class KeptLayers:
+    """Packed or quantized weights of a model, by the names of its layers: those of an earlier run, or those made now.
+
+    Args:
+        found: What was read; ``None`` if they are made now.
+        report: Called with the number of each layer of the model that is made.
+
+    Attributes:
+        tensors: Their tensors by name.
+        fit: Whether what was read is of use.
+    """
+
+    def __init__(self, found: dict[str, Tensor] | None, report: Callable[[int], None]) -> None:
+        self._made, self.tensors, self.fit, self._report = found is None, found or {}, True, report
 
     def find(self, place: str) -> QuantizedWeight | None:
         """Return the stored weight of a layer; ``None`` if there is none."""
+        if self._made:  # nothing is there yet, and a layer is made next
+            if layer := re.search(r"\.(\d+)\.", place):
+                self._report(int(layer[1]))
+            return None
+        names = {part: f"{place} {part}" for part in _PARTS}
+        tensors = {part: self.tensors[name] for part, name in names.items() if name in self.tensors}
+        try:
+            return from_stored(tensors) if tensors else None
+        except (KeyError, ValueError):
+            self.discard()
+            return None
 
     def discard(self) -> None:
-        """Forget all that is stored, since a layer's weight is of no use here."""
+        """Forget all that was read, since a layer's weight is of no use here."""
+        if not self._made:
+            self.tensors, self.fit = {}, False
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
-        """Store the weight of a layer."""
+        """Store the weight of a layer; what was read is not extended."""
+        if self._made:
+            self.tensors |= {f"{place} {part}": tensor for part, tensor in stored(weight).items()}
 
 
 def is_usable(

@@ -12,10 +12,9 @@ import errno
 import hashlib
 import math
 import os
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +31,7 @@ from specbench.base.files import reason, sync
 from specbench.base.machine import processor_name
 from specbench.base.progress import Progress, announce
 from specbench.kernels import weights
-from specbench.kernels.weights import KeptLayers, QuantizedWeight
+from specbench.kernels.weights import KeptLayers
 
 if TYPE_CHECKING:
     from specbench.models.load import LanguageModel, WeightFiles
@@ -46,7 +45,6 @@ _WORTH_KEEPING = 1 << 25
 """Smallest number of weights that is worth keeping."""
 
 _FORMAT = 7
-_PARTS = ("sizes", "exceptions", "panels", "scales", "quantized")
 _ABANDONED_S = 86_400
 """Age from which an unfinished file is removed."""
 
@@ -84,7 +82,7 @@ def kept_layers(
     if found is not None:
         with suppress(OSError):
             os.utime(path)  # used just now
-        layers = _Layers(found, report)
+        layers = KeptLayers(found, report)
         yield layers
         if layers.fit:
             return
@@ -96,7 +94,7 @@ def kept_layers(
     if found is not None:
         return
     announce(progress, making)
-    made = _Layers(None, report)
+    made = KeptLayers(None, report)
     yield made
     for each in outdated:
         each.unlink(missing_ok=True)
@@ -139,44 +137,6 @@ def _read(path: Path) -> dict[str, Tensor] | None:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     except (OSError, SafetensorError):
         return None
-
-
-class _Layers:
-    """Layers that were read, or those that are made now.
-
-    Args:
-        found: What was read; ``None`` if they are made now.
-        report: Is called with each layer of the model that is made.
-
-    Attributes:
-        tensors: Their tensors by name.
-        fit: Whether what was read is of use.
-    """
-
-    def __init__(self, found: dict[str, Tensor] | None, report: Callable[[int], None]) -> None:
-        self._made, self.tensors, self.fit, self._report = found is None, found or {}, True, report
-
-    def find(self, place: str) -> QuantizedWeight | None:
-        if self._made:  # nothing is there yet, and a layer is made next
-            if layer := re.search(r"\.(\d+)\.", place):
-                self._report(int(layer[1]))
-            return None
-        names = {part: f"{place} {part}" for part in _PARTS}
-        tensors = {part: self.tensors[name] for part, name in names.items() if name in self.tensors}
-        try:
-            return weights.from_stored(tensors) if tensors else None
-        except (KeyError, ValueError):
-            self.discard()
-            return None
-
-    def discard(self) -> None:
-        if not self._made:
-            self.tensors, self.fit = {}, False
-
-    def save(self, place: str, weight: QuantizedWeight) -> None:
-        if self._made:  # what was read is not extended
-            parts = weights.stored(weight)
-            self.tensors |= {f"{place} {part}": tensor for part, tensor in parts.items()}
 
 
 def _evict(parent: Path, newest: Path) -> None:
