@@ -10,14 +10,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from specbench.train.students import Batch
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbench.train.eagle_student import EagleStudent
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text
+
+Batch = dict[str, torch.Tensor]
 
 _KEPT_BYTES = 512 << 20
 """Size of the target's outputs that are kept."""

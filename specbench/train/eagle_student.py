@@ -1,4 +1,8 @@
-"""EAGLE-3 in training."""
+"""EAGLE-3 in training.
+
+Place i of a draft is the token i + 2 positions after the last one with known hidden states. The token in between is the
+target's own, with which the context ends.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
-from specbench.train.students import (
-    FAMILY,
-    Drafts,
-    layer_config,
-    layer_settings,
-    picked,
-    start_from_highest,
-)
+from specbench.train.students import FAMILY, layer_config, layer_settings, start_from_highest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _EVERY = 4
 """One in this many drafts continues after a wrong token; decoding would reject all of them there."""
+
+_DECAY = 0.8
+"""Weight of the loss at each draft position relative to the one before, times the share of drafts that get there."""
 
 _WIDTH = 576
 """Width of hidden states above which the learning rate falls in proportion (Yang et al. 2022, arXiv 2203.03466)."""
@@ -52,7 +52,7 @@ class DraftAttention:
         """
         self._later = torch.arange(self._keys[0].shape[2], device=starts.device) > starts[:, None, :, None]
         for kept in (self._keys, self._values):
-            kept[1:] = [picked(each.transpose(1, 2), drafts).transpose(1, 2) for each in kept[1:]]
+            kept[1:] = [_picked(each.transpose(1, 2), drafts).transpose(1, 2) for each in kept[1:]]
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
@@ -127,32 +127,38 @@ class EagleStudent(nn.Module):
             ``loss``, and by place in the draft ``losses``, the mean cross-entropy with the target's distributions, and
             ``counted``, the number of drafts that reach it, [depth].
         """
-        drafts = Drafts(batch["logits"], batch["places"], self.rows)
+        p, choices = batch["logits"].float().softmax(-1), batch["logits"].argmax(-1)
+        losses, counted = list[torch.Tensor](), list[int]()
         head, embedded, states = self.head, batch["embedded"], batch["states"][:, :-1]
         attends = [DraftAttention() for _ in head.layers]
         features = head.fuse(states.to(head.norm.weight.dtype)).float()
         texts, last = features.shape[:2]
         starts = torch.arange(last, device=features.device).expand(texts, -1)
-        wanted = drafts.wanted(0)
+        wanted = _wanted(batch["places"], 0)
         kept = wanted >= 0
         for place in range(self.depth):
             tokens = (starts + place + 1).clamp(max=last)
-            out = head.read(picked(embedded, tokens), features, starts + place, attends)
-            right = torch.zeros_like(kept)
-            right[kept] = drafts.add(head.norm(out[kept]), wanted[kept])
+            out = head.read(_picked(embedded, tokens), features, starts + place, attends)
+            logits = (head.norm(out[kept]).to(self.rows.dtype) @ self.rows.T).float()
+            losses.append(cross_entropy(logits, p[wanted[kept]], reduction="sum") / max(1, len(logits)))
+            counted.append(len(logits))
             if place + 1 == self.depth:
                 break
-            wanted = drafts.wanted(place + 1).gather(1, starts)
+            right = torch.zeros_like(kept)
+            right[kept] = logits.argmax(-1) == choices[wanted[kept]]
+            wanted = _wanted(batch["places"], place + 1).gather(1, starts)
             kept = kept & (wanted >= 0) & (right | ((starts + batch["ids"].sum()) % self.every == 0))
             # Of each text the drafts that continue, in order; padded to the same number for all.
             chosen = kept.int().argsort(dim=1, descending=True, stable=True)[
                 :, : max(1, int(kept.sum(1).max()))
             ]
             starts, wanted, kept = (each.gather(1, chosen) for each in (starts, wanted, kept))
-            features = picked(head.recurring(out), chosen)
+            features = _picked(head.recurring(out), chosen)
             for attend in attends:
                 attend.select(chosen, starts)
-        return drafts.losses()
+        by_place, reached = torch.stack(losses), torch.tensor(counted, device=p.device)
+        weights = _DECAY ** torch.arange(len(losses), device=p.device) * reached / reached[0].clamp_min(1)
+        return {"loss": (by_place * weights).sum(), "losses": by_place.detach(), "counted": reached}
 
     def settings(self) -> Json:
         """Return what ``config.json`` says of this kind of head."""
@@ -167,6 +173,20 @@ class EagleStudent(nn.Module):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return its weights by their names in a file."""
         return {name: tensor.detach() for name, tensor in self.head.named_parameters()}
+
+
+def _wanted(places: torch.Tensor, place: int) -> torch.Tensor:
+    """Return the rows of a batch's ``logits`` that the drafts at a place are compared with, [texts, longest - 1].
+
+    -1 where a draft cannot have this place: the text ends before, or its token is not in the draft vocabulary.
+    """
+    longest = places.shape[1]
+    return pad(places, [0, place], value=-1)[:, place + 1 : place + longest]
+
+
+def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Select from [texts, any, ...] by the indices of each text, [texts, n] -> [texts, n, ...]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], places]
 
 
 def _init_from_target(head: EagleHead, model: PreTrainedModel) -> None:

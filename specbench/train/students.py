@@ -1,8 +1,4 @@
-"""What the kinds of heads in training share: the losses of their drafts, and their files.
-
-Place i of a draft is the token i + 2 positions after the last one with known hidden states. The token in between is the
-target's own, with which the context ends.
-"""
+"""What the kinds of heads in training share: their files, and the sizes of their layers."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save
 from torch import nn
-from torch.nn.functional import cross_entropy, pad
 from transformers import LlamaConfig, PreTrainedConfig
 
 from specbench.base.files import write_bytes, write_text
@@ -22,55 +17,6 @@ from specbench.base.record import Json
 if TYPE_CHECKING:
     from specbench.models.target import Target
     from specbench.train.eagle_student import EagleStudent
-
-Batch = dict[str, torch.Tensor]
-
-_DECAY = 0.8
-"""Weight of the loss at each draft position relative to the one before, times the share of drafts that get there."""
-
-
-class Drafts:
-    """The drafts after all positions of a batch, compared with the target for one place after the other.
-
-    Args:
-        logits, places: See ``Batches``.
-        head: The rows of the output head, [vocab, width].
-    """
-
-    def __init__(self, logits: torch.Tensor, places: torch.Tensor, head: torch.Tensor) -> None:
-        self._p, self._choices = logits.float().softmax(-1), logits.argmax(-1)
-        self._places, self._head = places, head
-        self._losses: list[torch.Tensor] = []
-        self._counted: list[int] = []
-
-    def wanted(self, place: int) -> torch.Tensor:
-        """Return the rows of ``logits`` that the drafts at a place are compared with, [texts, longest - 1].
-
-        -1 where a draft cannot have this place: the text ends before, or its token is not in the draft vocabulary.
-        """
-        longest = self._places.shape[1]
-        return pad(self._places, [0, place], value=-1)[:, place + 1 : place + longest]
-
-    def add(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Add drafts at the next place, and return which of them drafted the target's most probable token, [n].
-
-        Args:
-            hidden: Inputs of the target's output head, [n, width].
-            wanted: The rows of ``logits`` that they are compared with, [n].
-        """
-        logits = (hidden.to(self._head.dtype) @ self._head.T).float()
-        loss = cross_entropy(logits, self._p[wanted], reduction="sum")
-        self._losses.append(loss / max(1, len(hidden)))
-        self._counted.append(len(hidden))
-        return logits.argmax(-1) == self._choices[wanted]
-
-    def losses(self) -> dict[str, torch.Tensor]:
-        """Return what ``EagleStudent.forward`` does."""
-        losses = torch.stack(self._losses)
-        counted = torch.tensor(self._counted, device=losses.device)
-        weights = _DECAY ** torch.arange(len(losses), device=losses.device)
-        reached = counted / counted[0].clamp_min(1)
-        return {"loss": (losses * reached * weights).sum(), "losses": losses.detach(), "counted": counted}
 
 
 def write_head(folder: Path, student: EagleStudent, target: Target) -> None:
@@ -107,14 +53,6 @@ def _config(student: EagleStudent, target: Target) -> Json:
         "target": target.name,
         "target_fingerprint": target.language_model.identity,
     }
-
-
-# -- what several kinds share -----------------------------------------------------------------------
-
-
-def picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Select from [texts, any, ...] by the indices of each text, [texts, n] -> [texts, n, ...]."""
-    return x[torch.arange(len(x), device=x.device)[:, None], places]
 
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
