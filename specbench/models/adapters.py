@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
-from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
 from specbench.models.files import ADAPTER, pickled, read_json
 
@@ -27,26 +24,16 @@ _NO_WEIGHTS = re.compile(".*PROMPT.*|P_TUNING|PREFIX_TUNING|CPT|XLORA")
 _PREFIX = "base_model.model."
 
 
-class _Settings(Record):
-    """What is read of an adapter_config.json here; `peft` reads the rest."""
-
-    peft_type: str
-    task_type: str | None = None
-    base_model_name_or_path: str | None = None
-
-
 @dataclass(frozen=True)
 class Adapter:
     """An adapter in a folder.
 
     Attributes:
-        settings: What is read of its configuration here.
-        raw: All of its configuration, for `peft`.
+        raw: Its configuration, of which `peft` reads the most.
     """
 
     folder: Path
     name: str
-    settings: _Settings
     raw: dict[str, Any]
 
     def merge(self, model: Any, base: str, *, allow_pickle: bool) -> tuple[PreTrainedModel, str, str]:
@@ -104,15 +91,15 @@ class Adapter:
             place = min(wrong).removeprefix(_PREFIX).replace(".default", "")
             lacks = "it has no weights for" if keys.missing_keys else "there is no"
             raise self.refused(f"{lacks} {excerpt(place)}", base)
-        note = f"The adapter {self.name} ({excerpt(self.settings.peft_type)}) was merged into {base}."
-        named = self.settings.base_model_name_or_path
+        note = f"The adapter {self.name} ({excerpt(self.raw['peft_type'])}) was merged into {base}."
+        named = self.raw.get("base_model_name_or_path")
         if named and Path(named).name != base.partition("@")[0].rpartition("/")[2]:
             note += f" It names another base, {excerpt(named)}."
         return model, fingerprint(json.dumps(self.raw, sort_keys=True), tensors.items()), note
 
     def refused(self, reason: str, base: str | None = None) -> UsageError:
         into = f" into {base}" if base else ""
-        named = self.settings.base_model_name_or_path
+        named = self.raw.get("base_model_name_or_path")
         hint = f"Its base is {excerpt(named)}." if named and base else None
         return UsageError(f"The adapter {self.name} cannot be merged{into}: {reason}.", hint)
 
@@ -127,15 +114,13 @@ def read_adapter(folder: Path) -> Adapter:
     if not path.is_file():
         raise UsageError(f"The folder {str(folder)!r} is no adapter: it has no {ADAPTER}.")
     raw = read_json(path)
-    try:
-        settings = msgspec.convert(raw, _Settings)
-    except msgspec.ValidationError as error:
-        raise RunError(
-            f"The file {str(path)!r} is damaged: {wrong_field(error)} has an invalid value."
-        ) from None
-    made = Adapter(folder, name, settings, raw)
-    if _NO_WEIGHTS.fullmatch(settings.peft_type):
-        raise made.refused(f"adapters of the kind {excerpt(settings.peft_type)} do not change weights")
-    if settings.task_type not in (None, "", "CAUSAL_LM"):
-        raise made.refused(f"it was trained for another task ({excerpt(settings.task_type)})")
+    for key in ("peft_type", "task_type", "base_model_name_or_path"):
+        if not isinstance(raw.get(key) or "", str):
+            raise RunError(f"The file {str(path)!r} is damaged: {key} has an invalid value.")
+    kind, task = str(raw.get("peft_type")), raw.get("task_type")
+    made = Adapter(folder, name, raw)
+    if _NO_WEIGHTS.fullmatch(kind):
+        raise made.refused(f"adapters of the kind {excerpt(kind)} do not change weights")
+    if task not in (None, "", "CAUSAL_LM"):
+        raise made.refused(f"it was trained for another task ({excerpt(task)})")
     return made

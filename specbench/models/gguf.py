@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
@@ -23,15 +23,11 @@ from specbench.models.checkpoints import check_config, check_memory
 from specbench.models.gguf_facts import read_config
 from specbench.models.gguf_tokenizers import SAFETENSORS, build_tokenizer, end_ids
 
-_FLOATS = {0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2)}
-
-
-class Tensor(NamedTuple):
-    """Shape (as in torch), ggml's type, and place in the file."""
-
-    shape: tuple[int, ...]
-    kind: int
-    begin: int
+_FLOATS = {
+    GGMLQuantizationType.F32: ("float32", 4),
+    GGMLQuantizationType.F16: ("float16", 2),
+    GGMLQuantizationType.BF16: ("bfloat16", 2),
+}
 
 
 @dataclass(frozen=True)
@@ -40,13 +36,16 @@ class GgufHeader:
 
     Attributes:
         keys: What the file says of the model and its tokenizer.
+        tensors: As the file has them, in place.
+        shapes: Those of the tensors, as in torch.
         elements: Total number of weights.
         dtype: Dtype of the converted copy: the file's own, or bfloat16 for quantized files.
     """
 
     architecture: str
     keys: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, ReaderTensor]
+    shapes: Mapping[str, tuple[int, ...]]
     elements: int
     dtype: str
 
@@ -99,16 +98,13 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 f"The file {str(path)!r} is no GGUF file, or is damaged or truncated: {why}.",
                 "Fetch it again.",
             ) from error
-    tensors = {
-        each.name: Tensor(tuple(each.shape.tolist()[::-1]), int(each.tensor_type), each.data_offset)
-        for each in read.tensors
-    }
-    kinds = {tensor.kind for tensor in tensors.values()}
+    tensors = {each.name: each for each in read.tensors}
+    shapes = {each.name: tuple(each.shape.tolist()[::-1]) for each in read.tensors}
+    kinds = {tensor.tensor_type for tensor in read.tensors}
     floats = [_FLOATS[kind] for kind in kinds if kind in _FLOATS]
     # Half-precision files keep their norms in float32: the narrower dtype is the model's.
     dtype = min(floats, key=lambda known: known[1])[0] if len(floats) == len(kinds) else "bfloat16"
-    elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    return GgufHeader(architecture, keys, tensors, elements, dtype)
+    return GgufHeader(architecture, keys, tensors, shapes, sum(map(math.prod, shapes.values())), dtype)
 
 
 def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | None = None) -> None:
@@ -142,7 +138,7 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
             config, tensors = read_config(
                 header.architecture,
                 header.keys,
-                {tensor: each.shape for tensor, each in header.tensors.items()},
+                header.shapes,
                 lambda tensor: _floats(gguf, header.tensors[tensor]),
                 name,
             )
@@ -187,19 +183,18 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
         shutil.copymode(folder / "config.json", path)
 
 
-def _floats(gguf: Path, tensor: Tensor) -> list[float]:
+def _floats(gguf: Path, tensor: ReaderTensor) -> list[float]:
     """Read a small tensor of float32."""
-    count = math.prod(tensor.shape)
-    if _FLOATS.get(tensor.kind) != ("float32", 4):
+    if tensor.tensor_type != GGMLQuantizationType.F32:
         raise UsageError(
             f"The GGUF file {gguf.name!r} has rotation factors that are not float32.", SAFETENSORS
         )
-    numbers: list[float] = np.fromfile(gguf, "<f4", count, offset=tensor.begin).tolist()
+    numbers: list[float] = tensor.data.tolist()
     return numbers
 
 
 def _unread(header: GgufHeader, tensors: list[str], model: Any) -> int:
     """How many numbers of the tensors are not in the model."""
-    stored = sum(math.prod(header.tensors[name].shape) for name in tensors)
+    stored = sum(math.prod(header.shapes[name]) for name in tensors)
     held: dict[int, int] = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     return stored - sum(held.values())

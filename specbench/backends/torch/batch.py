@@ -174,7 +174,7 @@ class RequestFactory:
         """Return a scorer of the target, and a drafter like this one.
 
         Raises:
-            UsageError: A pool has no room for a request, or cannot hold a model's layers.
+            UsageError: A pool has no room for a request.
         """
         scorer = self._opened(self._target, None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,26 +18,14 @@ from specbench.backends.torch.heads import Attend
 from specbench.decoding.protocols import ForwardRequest
 
 
-class BlockInput(NamedTuple):
-    """The beginning of a block."""
-
-    last: int  # the context's last token
-    position: int  # its position
-    caches: Sequence[Any]  # keys and values of the context, by layer
-
-
-class PathsInput(NamedTuple):
-    """Drafts whose next token's logits are wanted."""
-
-    block: Block
-    paths: Sequence[Sequence[int]]  # each the context's last token, and a branch of the draft
-
-
 class BlockScorer(HeadScorer):
     """A block drafter with keys and values of the context.
 
     The logits of DFlash depend on the depth in the draft alone; those of others also on the draft tokens before. The
-    layers run once for a context, and these logits are computed when they are wanted.
+    layers run once for a context, and these logits are computed when they are wanted. So a pass has two parts:
+
+    - "block": from the context's last token to a ``Block``
+    - "rows": from a block and paths (each the context's last token, and a branch of the draft) to their logits
     """
 
     def __init__(self, head: DFlashHead, target: OfTarget) -> None:
@@ -63,31 +51,31 @@ class BlockScorer(HeadScorer):
 
     def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
         if self._block is None:
-            self._block = yield "block", BlockInput(request.context[-1], self._known, self._caches)
+            self._block = yield "block", (self, request.context[-1])
         assert self._block is not None
         if not self.head.conditional:
             return self._block.logits[node_depths(request)[-rows:]]
-        logits, self.acceptance = yield "rows", PathsInput(self._block, _paths(request)[-rows:])
+        logits, self.acceptance = yield "rows", (self._block, _paths(request)[-rows:])
         return cast("Tensor", logits)
 
     def compute(self, part: Any, inputs: Sequence[Any]) -> Sequence[Any]:
         return self._blocks(inputs) if part == "block" else self._rows(inputs)
 
-    def _blocks(self, inputs: Sequence[BlockInput]) -> list[Block]:
+    def _blocks(self, inputs: Sequence[tuple[BlockScorer, int]]) -> list[Block]:
         shape = self.head.block
         masks = [shape.mask] * (shape.block - 1)
-        ids = torch.tensor([[each.last, *masks] for each in inputs], device=self.device)
-        ranges = [[*range(each.position, each.position + shape.block)] for each in inputs]
+        ids = torch.tensor([[last, *masks] for _, last in inputs], device=self.device)
+        ranges = [[*range(each._known, each._known + shape.block)] for each, _ in inputs]
         positions = torch.tensor(ranges, device=self.device)
         layers = range(len(self.head.layers))
-        attends = [self._attend_to([each.caches[layer] for each in inputs], layer) for layer in layers]
+        attends = [self._attend_to([each._caches[layer] for each, _ in inputs], layer) for layer in layers]
         hidden = self.head.guess(self._embed(ids).to(self._dtype), positions, attends)
         logits = self.head.logits(hidden[:, shape.first :])
         return [Block(*each) for each in zip(hidden, logits, strict=True)]
 
-    def _rows(self, inputs: Sequence[PathsInput]) -> list[Conditioned]:
+    def _rows(self, inputs: Sequence[tuple[Block, Sequence[Sequence[int]]]]) -> list[Conditioned]:
         """Compute rows of equal depth together."""
-        wanted = [(each.block, path) for each in inputs for path in each.paths]
+        wanted = [(block, path) for block, paths in inputs for path in paths]
         logits: list[Any] = [None] * len(wanted)
         acceptance: list[Any] = [None] * len(wanted)
         for depth in {len(path) for _, path in wanted}:
@@ -98,9 +86,9 @@ class BlockScorer(HeadScorer):
                 logits[i] = conditioned[place]
                 acceptance[i] = None if accepted is None else accepted[place]
         found: list[Conditioned] = []
-        ends = accumulate(len(each.paths) for each in inputs)
-        for each, end in zip(inputs, ends, strict=True):
-            part = slice(end - len(each.paths), end)
+        ends = accumulate(len(paths) for _, paths in inputs)
+        for (_, paths), end in zip(inputs, ends, strict=True):
+            part = slice(end - len(paths), end)
             predicted = None if acceptance[end - 1] is None else torch.stack(acceptance[part])
             found.append((torch.stack(logits[part]), predicted))
         return found

@@ -94,9 +94,11 @@ class MtpScorer(HeadScorer):
         context, first = request.context, self._read[layer]
         base = len(context) - 1 - layer  # entries of the context
         parents = [*range(-1, len(request.tokens) - 1)] if request.parents is None else [*request.parents]
-        branches = {node: _branch(node, parents) for node in wanted if node >= 0}
-        before = {node for branch in branches.values() for node in branch[:-1]}
-        nodes = [*sorted(before.difference(self._drafted[layer])), *branches]
+        last = [node for node in wanted if node >= 0]
+        before = {node for each in last for node in _branch(each, parents)[:-1]}
+        nodes = [*sorted(before.difference(self._drafted[layer])), *last]
+        branches = {node: _branch(node, parents) for node in nodes}
+        places = [base + len(branch) - 1 for branch in branches.values()]
         known = self._features(layer).keys[0, 0]
         if self.head.chained:
             after = [
@@ -104,15 +106,13 @@ class MtpScorer(HeadScorer):
                 for node in nodes
             ]
         else:
-            after = [known[base + len(_branch(node, parents)) - 1] for node in nodes]
+            after = [known[place] for place in places]
         features = torch.cat([known[first:base], *(each[None] for each in after)])
         mask = None
         positions: range | Tensor = range(first, base + len(nodes))
         if request.parents is not None and nodes:
-            own = {node: _branch(node, parents) for node in nodes}
-            places = [*range(first, base), *(base + len(branch) - 1 for branch in own.values())]
-            positions = torch.tensor(places, device=self.device)
-            mask = self._mask(layer, base, own)
+            positions = torch.tensor([*range(first, base), *places], device=self.device)
+            mask = self._mask(layer, base, branches)
         given = HeadInput(
             self._embed(self._ids(request, layer + 1 + first, nodes)),
             features,

@@ -57,10 +57,11 @@ class KVPool:
     object when a request starts a new context; the parts of the model are then looked up again.
 
     Args:
+        config: The model's, for which ``supports_pool`` is true.
         size: Positions in a block.
 
     Raises:
-        UsageError: There is no room for one block, or the model has layers of unknown kinds.
+        UsageError: There is no room for one block.
     """
 
     def __init__(self, config: PretrainedConfig, tokens: int, size: int = PAGE) -> None:
@@ -71,11 +72,6 @@ class KVPool:
         self.requests: WeakSet[PooledCache] = WeakSet()
         self.buffers: list[KVBuffers | None] = []
         for layer in DynamicCache(config=config).layers:
-            if not _can_hold(layer, self.is_recurrent):
-                raise UsageError(
-                    f"A pool cannot hold layers of the kind {type(layer).__name__}.",
-                    "Decode the prompts one by one with this model.",
-                )
             window = getattr(layer, "sliding_window", None)
             attends = isinstance(layer, CacheLayerMixin)
             self.buffers.append(KVBuffers(self.blocks.count * size, window) if attends else None)
@@ -108,14 +104,11 @@ class KVPool:
 
 def supports_pool(config: PretrainedConfig) -> bool:
     """Return whether a pool can hold the layers of a model of this configuration."""
-    recurrent = is_recurrent(config)
-    return all(_can_hold(layer, recurrent) for layer in DynamicCache(config=config).layers)
-
-
-def _can_hold(layer: object, recurrent: bool) -> bool:
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return recurrent
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+    recurrent, plain = is_recurrent(config), (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+    return all(
+        recurrent if isinstance(layer, LinearAttentionCacheLayerMixin) else type(layer) in plain
+        for layer in DynamicCache(config=config).layers
+    )
 
 
 class CacheSize(NamedTuple):

@@ -181,25 +181,8 @@ Step = Callable[[Function, Arguments, torch.Tensor], tuple[torch.Tensor, torch.T
 
 
 @dataclass(frozen=True, eq=False)
-class _Native:
-    """The native call that runs several tokens like the function for one.
-
-    Attributes:
-        run: Calls it: (arguments, state, memory for the states after each token) -> output.
-        key: The argument that holds the keys.
-        turns: Whether it takes the last two dimensions of states in the other order.
-        samples: Makes random arguments of two tokens, and a state.
-    """
-
-    run: Callable[[Arguments, torch.Tensor, list[torch.Tensor]], torch.Tensor]
-    key: str
-    turns: bool
-    samples: Callable[[], list[tuple[Arguments, torch.Tensor]]]
-
-
-@dataclass(frozen=True, eq=False)
 class _Recurrence:
-    """A recurrence of `transformers`.
+    """A recurrence of `transformers`, and the native call that runs several tokens like its function for one.
 
     Attributes:
         several, one: The names of its functions for several tokens and for one.
@@ -208,7 +191,10 @@ class _Recurrence:
         output: In which dimension the output has them.
         state: Which argument is the state before.
         step: Calls the function for one token: (function, arguments, state) -> (output, state after).
-        native: What does the same for several tokens; ``None`` if nothing does.
+        native: Makes the native call: (arguments, state, memory for the states after each token) -> output.
+        key: The argument that holds the keys.
+        samples: Makes random arguments of two tokens, and a state.
+        turns: Whether the native call takes the last two dimensions of states in the other order.
         prepare: Computes arguments in advance that depend on whether a row is of the prompt: (arguments, rows that
             are) -> arguments.
     """
@@ -220,7 +206,10 @@ class _Recurrence:
     output: int
     state: str
     step: Step
-    native: _Native | None = None
+    native: Callable[[Arguments, torch.Tensor, list[torch.Tensor]], torch.Tensor]
+    key: str
+    samples: Callable[[], list[tuple[Arguments, torch.Tensor]]]
+    turns: bool = False
     prepare: Callable[[Arguments, int], Arguments] = lambda given, _: given
 
     def of_rows(self, given: Arguments, first: int, count: int) -> dict[str, Any]:
@@ -255,10 +244,8 @@ def _run_request(
     several: Function, recurrence: _Recurrence, single: Function, given: Arguments, history: History
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the rows of one request; return their output and the last state."""
-    native = recurrence.native
-    if native is not None and not (takes_keys(given[native.key]) and _native_is_right(recurrence, single)):
-        native = None
-    turns = native is not None and native.turns
+    natively = takes_keys(given[recurrence.key]) and _native_is_right(recurrence, single)
+    turns = natively and recurrence.turns
     state = history.states[-1] if history.states else None
     rows = history.rows
     given = recurrence.prepare(
@@ -268,10 +255,10 @@ def _run_request(
         before = state.mT if turns and state is not None else state
         output, last = several(**{**given, recurrence.state: before})
         state = (last.mT if turns else last).contiguous()
-        states = [state.float() if native is not None else state]
-    elif native is not None:
+        states = [state.float() if natively else state]
+    elif natively:
         states = history.memory(state, rows)
-        output = native.run(given, state, states)
+        output = recurrence.native(given, state, states)
     else:
         output, states = _run_steps(recurrence, single, given, state, rows, keeps=not history.begins)
     history.kept = states
@@ -299,17 +286,15 @@ def _run_steps(
 @functools.cache
 def _native_is_right(recurrence: _Recurrence, single: Function) -> bool:
     """Whether the native call gives what a function of `transformers` for one token does, in two random rows."""
-    native = recurrence.native
-    assert native is not None
-    for rows, before in native.samples():
+    for rows, before in recurrence.samples():
         try:
             expected, states = _run_steps(recurrence, single, rows, before, 2, keeps=True)
         except (RuntimeError, TypeError, ValueError):
             continue  # it has decays of another kind
-        turned = before.mT.contiguous() if native.turns else before
+        turned = before.mT.contiguous() if recurrence.turns else before
         after = [torch.empty_like(turned) for _ in range(2)]
-        found = native.run(rows, turned, after)
-        last = after[-1].mT if native.turns else after[-1]
+        found = recurrence.native(rows, turned, after)
+        last = after[-1].mT if recurrence.turns else after[-1]
         return torch.allclose(found, expected, rtol=1e-4, atol=1e-4) and torch.allclose(
             last, states[-1], rtol=1e-4, atol=1e-4
         )
@@ -399,19 +384,18 @@ def _mamba2_samples() -> list[tuple[Arguments, torch.Tensor]]:
 
 
 _DELTA_ROWS = dict.fromkeys(_DELTA, 1)
-_NATIVE_DELTA = _Native(_delta_native, "key", turns=False, samples=_delta_samples)
 _RECURRENCES = (
     _Recurrence(
         "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _DELTA, _DELTA_ROWS, 1, "initial_state",
-        _delta_step, _NATIVE_DELTA,
+        _delta_step, _delta_native, "key", _delta_samples,
     ),
     _Recurrence(
         "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _DELTA, _DELTA_ROWS, 1, "initial_state",
-        _delta_step, _NATIVE_DELTA,
+        _delta_step, _delta_native, "key", _delta_samples,
     ),
     _Recurrence(
         "mamba2_chunk_scan", "mamba2_selective_state_update", _MAMBA,
         dict.fromkeys(("hidden_states", "dt", "B", "C"), 1), 1, "initial_states", _mamba2_step,
-        _Native(_mamba2_native, "B", turns=True, samples=_mamba2_samples), _mamba2_time_steps,
+        _mamba2_native, "B", _mamba2_samples, True, _mamba2_time_steps,
     ),
 )  # fmt: skip
