@@ -154,11 +154,15 @@ def test_a_model_of_the_same_files_takes_the_tokenizer_of_another(folder, tmp_pa
     assert load_model(str(small), CPU, share_tokenizer_with=first).tokenizer is not first.tokenizer
 
 
+@pytest.mark.parametrize(("instructions", "products"), [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize(
-    ("instructions", "products"), [(True, True), (True, False), (False, True), (False, False)]
+    ("stored", "asked"),
+    [
+        *((torch.bfloat16, asked) for asked in ("auto", "float32", "int8")),
+        (torch.float32, "int4"),
+        (torch.float16, "auto"),
+    ],
 )
-@pytest.mark.parametrize("asked", ["auto", "float32", "int8", "int4"])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, asked, instructions, products):
     monkeypatch.setattr(passes, "has_bfloat16", lambda: instructions)
     monkeypatch.setattr(native, "is_available", lambda: products)

@@ -22,7 +22,7 @@ from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.model import SelfDrafter
-from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.generate import speculative_generate
 from specbench.kernels.linear import Int8Linear
 from specbench.kernels.surgery import pack, quantize
 from specbench.models.drafters import check_drafter, load_drafter
@@ -163,28 +163,6 @@ def test_only_its_layers_are_lengthened_and_rolled_back(family, kind, kept):
         assert {layer.get_seq_length() for layer in cache_layers(target)} == {verified}
         assert_close(target.logits(walk.context, drafted), whole(model, walk.context, drafted))
         walk.rollback(drafted)
-
-
-@pytest.mark.parametrize(
-    ("spec", "cache"),
-    [
-        ("self:skip=1", "dynamic"),
-        ("self:int8,skip=1-3", "preallocated"),
-        ("self:layers=3,int8", "static"),
-        ("self:skip=1-3", "none"),
-    ],
-)
-def test_greedy_tokens_are_those_of_plain_decoding(spec, cache):
-    target = wrap_target(tiny_language_model(layers=LAYERS).model, tiny_tokenizer(), cache=cache)
-    prompt = [7, 41, 7, 19, 3, 200]
-    expected = autoregressive_generate(prompt, target, max_new_tokens=20, ignore_eos=True).token_ids
-    drafter = load_drafter(spec, target)
-    for gamma in (1, 8):
-        result = speculative_generate(
-            prompt, target, drafter, gamma=gamma, max_new_tokens=20, ignore_eos=True
-        )
-        assert result.token_ids == expected
-        assert all(step.gamma for step in result.steps[:-1])
 
 
 @pytest.mark.smoke
