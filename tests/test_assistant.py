@@ -162,7 +162,7 @@ def prepared(target: Target, drafter: Any, context: list[int]) -> Any:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("form", "kept"), zip(FORMS, itertools.cycle(("dynamic", "preallocated")), strict=False)
+    ("form", "kept"), [*zip(FORMS, itertools.cycle(("dynamic", "preallocated")), strict=False)]
 )
 def test_rows_of_a_chain_are_those_of_transformers(pair, form, kept):
     made = pair(form)

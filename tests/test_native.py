@@ -769,7 +769,7 @@ def head_rows(way: HeadForward) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("shape", "bits"), zip(HEADS, (4, 8, 8, 4, 8), strict=True))
+@pytest.mark.parametrize(("shape", "bits"), [*zip(HEADS, (4, 8, 8, 4, 8), strict=True)])
 def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape, bits):
     head = head_of(bits, **HEADS[shape])
     way = choose_head_forward(head)
