@@ -257,6 +257,7 @@ def test_compiled_passes_are_those_of_other_caches(compiler):
     assert compiler.graphs > 0
 
 
+@pytest.mark.slow
 def test_layers_are_compiled_once_for_all(compiler):
     """Whatever their number; also in passes whose hidden states are wanted."""
     graphs = []
@@ -275,6 +276,7 @@ def test_layers_are_compiled_once_for_all(compiler):
     assert graphs[0] == graphs[1] > 0
 
 
+@pytest.mark.slow
 def test_every_width_is_compiled_once(compiler):
     scorer = Scorer(tiny_llama(layers=1), "compiled")
     scorer.begin()

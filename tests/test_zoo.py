@@ -168,8 +168,17 @@ PAIRS = ((False, "preallocated"), (True, "dynamic"))
 """Packed or not, and the cache: each with each other, and with all drafters, only in the slow test."""
 
 
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["pairs", "all"])
-@pytest.mark.parametrize("name", ZOO)
+QUICK = ("llama", "gemma3", "gemma4", "mixtral", "gpt-oss", "deepseek-v3", "gpt2", "bloom", "lfm2")
+"""The others are decoded greedily in ``test_native.py`` or ``test_caches.py`` too."""
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        *((name, False) for name in QUICK),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ZOO),
+    ],
+)
 def test_greedy_tokens_are_those_of_generate(name, full):
     model, expected = talkative(name)
     wrong = []
