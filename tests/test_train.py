@@ -31,9 +31,8 @@ from specbench.train import texts, trainer
 from specbench.train.batches import Batches, make_batches
 from specbench.train.eagle_student import EagleStudent
 from specbench.train.settings import TrainingSettings
-from specbench.train.students import write_head
 from specbench.train.texts import Text, texts_file, training_prompts, write_texts
-from specbench.train.trainer import STUDENTS, train_head
+from specbench.train.trainer import STUDENTS, train_head, write_head
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
+from transformers import LlamaConfig
 
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
-from specbench.train.students import FAMILY, layer_config, layer_settings, start_from_highest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _EVERY = 4
 """One in this many drafts continues after a wrong token; decoding would reject all of them there."""
@@ -29,6 +29,17 @@ _DECAY = 0.8
 
 _WIDTH = 576
 """Width of hidden states above which the learning rate falls in proportion (Yang et al. 2022, arXiv 2203.03466)."""
+
+
+_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+"""Models whose decoder layers are Llama's, except for biases and norms of attention heads."""
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    "max_position_embeddings", "vocab_size",
+)  # fmt: skip
+_ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
+_MORE = ("model_type", "hidden_act", "num_hidden_layers", "attention_bias", "mlp_bias")
 
 
 class DraftAttention:
@@ -198,7 +209,7 @@ def _init_from_target(head: EagleHead, model: PreTrainedModel) -> None:
     untyped: Any = model
     config = text_config(model.config)
     start_from_highest(head.fc, config.hidden_size)
-    if config.model_type not in FAMILY:
+    if config.model_type not in _FAMILY:
         return
     decoder = untyped.get_decoder()
     for place, layer in enumerate(head.layers):
@@ -210,3 +221,24 @@ def _init_from_target(head: EagleHead, model: PreTrainedModel) -> None:
             weights["hidden_norm.weight"] = weights["input_layernorm.weight"]
         layer.load_state_dict(weights)
     head.norm.load_state_dict({"weight": decoder.norm.weight})
+
+
+def layer_settings(config: PreTrainedConfig) -> Json:
+    """Return what a head's ``config.json`` says of its decoder layers."""
+    known = config.to_dict()
+    return {name: known[name] for name in (*_SIZES, *_ROPE, *_MORE) if known.get(name) is not None}
+
+
+def layer_config(target: PreTrainedConfig) -> LlamaConfig:
+    """Return the configuration of decoder layers of the target's size."""
+    names = (*_SIZES, *_ROPE) if target.model_type in _FAMILY else _SIZES
+    # Attributes have the usual names, also where to_dict() has others.
+    known = {name: value for name in names if (value := getattr(target, name, None)) is not None}
+    return LlamaConfig(**{"intermediate_size": 4 * known["hidden_size"], **known})
+
+
+def start_from_highest(fc: nn.Linear, width: int) -> None:
+    """Let the layer that joins states begin as the highest of them, [width], with small random weights for the rest."""
+    with torch.no_grad():
+        fc.weight.mul_(0.1)
+        fc.weight[:, -width:] += torch.eye(width)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from safetensors.torch import save
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from specbench.base.cache import cache_folder
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import file_errors, write_text
+from specbench.base.files import file_errors, write_bytes, write_text
 from specbench.base.progress import quiet_transformers
 from specbench.bench.encoding import encode_conversation
 from specbench.models.checkpoints import text_config
@@ -29,10 +30,10 @@ from specbench.train.batches import Batches
 from specbench.train.eagle_student import EagleStudent
 from specbench.train.mtp_student import MtpStudent
 from specbench.train.settings import TrainingSettings
-from specbench.train.students import write_head
 from specbench.train.texts import Text, write_texts
 
 if TYPE_CHECKING:
+    from specbench.base.record import Json
     from specbench.bench.prompts import Prompt
     from specbench.models.target import Target
 
@@ -125,6 +126,42 @@ def train_head(
         }
         write_text(out / TRAINING_FILE, json.dumps(metadata, indent=1) + "\n")
         shutil.rmtree(state)
+
+
+def write_head(folder: Path, student: EagleStudent, target: Target) -> None:
+    """Write a head's files, each of them atomically; raise ``OSError`` if they cannot be written."""
+    vocab = student.draft_vocab.cpu()
+    # The target's token is d + d2t[d], and t2d marks the draft vocabulary.
+    drafted = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, vocab, True)
+    own = {"lm_head.weight": student.rows, "d2t": vocab - torch.arange(len(vocab)), "t2d": drafted}
+    stored = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in (student.tensors() | own).items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_bytes(folder / "model.safetensors", save(stored, metadata={"format": "pt"}))
+    write_text(folder / "config.json", json.dumps(_config(student, target), indent=1) + "\n")
+
+
+def _config(student: EagleStudent, target: Target) -> Json:
+    """Return the ``config.json``."""
+    return student.settings() | {
+        "speculators_model_type": student.algorithm,
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": len(student.draft_vocab),
+        "speculators_config": {
+            "algorithm": student.algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": student.depth}],
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": target.language_model.model.config.architectures or [],
+            },
+        },
+        "dtype": "bfloat16",
+        "target": target.name,
+        "target_fingerprint": target.language_model.identity,
+    }
 
 
 def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSettings) -> EagleStudent:
