@@ -505,7 +505,7 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path):
     frame = measured(tmp_path / "run", timed, "a", prompts=3)
     assert timed.pauses == [1.0, 2.0, 1.0, 2.0]
     assert frame.generations["status"].tolist().count("failed") == 2
-    assert sorted(frame.answers["attempts"]) == [1, 1, 1, 3]
+    assert sorted(frame.done["attempts"]) == [1, 1, 1, 3]
 
 
 # -- our own server --------------------------------------------------------------------------------

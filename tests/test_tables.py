@@ -21,9 +21,9 @@ from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.acceptance import positions
-from specbench.results.lines import StepLists
+from specbench.results.lines import ServerAnswer, StepLists
 from specbench.results.pairs import paired_generations
-from specbench.results.results import Results, load_results, row_cells
+from specbench.results.results import NO_REPORT, Results, load_results, row_cells
 from specbench.results.run import Environment, Run, TargetModel
 from specbench.results.steps import step_frame
 from specbench.results.summary import Summary
@@ -57,7 +57,7 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
         "ttft_s": 0.5,
         "prefill_s": 0.5, "decode_s": 10 / speed, "total_s": 0.5 + 10 / speed, "peak_memory_bytes": 1e9,
         "log_probability": math.nan, "tokens_per_second": speed, "prompt_tokens": 5, "queued_s": math.nan,
-        "warnings": [],
+        "warnings": [], **dict.fromkeys(ServerAnswer.__struct_fields__), **NO_REPORT,
         "steps": step_lists(fields.pop("steps", []), **fields.pop("lists", {})),
     }  # fmt: skip
     return {**values, **fields}

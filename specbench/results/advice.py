@@ -202,8 +202,7 @@ def _gravest(entries: Sequence[Mismatch]) -> bool | None:
 def server_warnings(summary: Summary) -> Iterator[RunWarning]:
     """Yield what is doubtful about the answers of servers."""
     results = summary.results
-    done = results.done[["drafter", "new_tokens", "token_ids"]]
-    answers = results.answers.join(done, how="inner")
+    answers = results.done[results.done["counted_by"].notna()]
     started = results.run.options.get("engine") is not None  # whose counts are of one kind
     for name, rows in answers.groupby("drafter", sort=False):
         wrong = rows[rows["problem"].notna()]

@@ -141,9 +141,8 @@ class Figures:
 
     @cached_property
     def answers(self) -> pd.DataFrame:
-        """What a server reported about them."""
-        keys = self.done[["prompt", "prompt_tokens", "repeat", "group"]]
-        return self.summary.results.answers.join(keys, how="inner")
+        """Those of a server, which reports about them."""
+        return self.done[self.done["counted_by"].notna()]
 
     @cached_property
     def groups(self) -> pd.DataFrame:

@@ -24,11 +24,9 @@ def paired_generations(results: Results) -> pd.DataFrame:
     same_prompts = results.run.options.get("salt") != "each"
     columns = [
         *_KEY, "config", "kind", "category", "baseline", "temperature", "tokens_per_second", "decode_s", "total_s",
-        "new_tokens", "token_ids",
+        "new_tokens", "token_ids", "text",
     ]  # fmt: skip
     rows = results.done[columns].copy()
-    texts = results.answers["text"].to_dict()
-    rows["text"] = [texts.get(row) for row in rows.index]
     alone = rows["group"] == ""
     rows["tokens"] = (rows["tokens_per_second"] * rows["decode_s"]).where(alone, rows["new_tokens"])
     rows["seconds"] = rows["decode_s"].where(alone, rows["total_s"])

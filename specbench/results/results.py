@@ -1,4 +1,4 @@
-"""A stored run in memory: its description, and tables of outputs, steps, groups and answers."""
+"""A stored run in memory: its description, and tables of outputs, steps and groups."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ _ANSWER = _columns(ServerAnswer)
 _SPECULATION = _columns(Speculation)
 _GENERATION_COLUMNS = (
     *_LINE, "warnings", "group", "target", *_ROW, *_CONDITION, *_OUTPUT, "token_ids", "tokens_per_second",
+    *_ANSWER, "step_source", "emitted_in_steps", "reported_steps",
 )  # fmt: skip
 _GROUP_COLUMNS = (
     "config", "baseline", "group", "repeat", "new_tokens", "throughput", "pool_blocks", "pool_peak_blocks",
     "pool_peak_bytes", *_SPECULATION,
 )  # fmt: skip
-_ANSWER_COLUMNS = ("generation", *_ANSWER, "step_source", "emitted_in_steps", "reported_steps")
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,13 @@ class Results:
         run: Its ``run.json``.
         generations: A row per output (prompt turn, configuration and repeat) without warm-ups: the fields of
             ``generations.jsonl`` and of the row's configuration; ``target`` (its name), ``group`` (name of the
-            group if it was decoded in a batch, else empty); and ``tokens_per_second`` after the first emission, NaN
-            where undefined. Failed generations have ``status`` "failed", and NaN for figures.
+            group if it was decoded in a batch, else empty); ``tokens_per_second`` after the first emission, NaN where
+            undefined; and of a server what it reported, with ``step_source, emitted_in_steps, reported_steps``, from
+            which the tokens per step follow. Failed generations have ``status`` "failed", and NaN for figures.
         steps: A row per step of the generations that finished, see ``step_frame``.
         groups: A row per group of requests decoded in a batch: ``config, baseline, group, repeat, new_tokens,
             throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and, for a server that counts drafts over all
                 requests, ``drafted, accepted, drafts, accepted_at``.
-        answers: A row per answer of a server, indexed like ``generations``: what the server reported, and
-            ``step_source, emitted_in_steps, reported_steps``, from which the tokens per step follow.
         problems: A sentence for each line that could not be used.
 
     Examples:
@@ -102,7 +101,6 @@ class Results:
     generations: pd.DataFrame
     steps: pd.DataFrame
     groups: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(_GROUP_COLUMNS)))
-    answers: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(_ANSWER_COLUMNS)))
     problems: list[str] = field(default_factory=list)
 
     @cached_property
@@ -185,7 +183,7 @@ def _read(folder: Path) -> Results:
     """Return a run, with the tables of its lines without warm-ups."""
     run, problems = read_run(folder), list[str]()
     configs = {config.id: config for config in run.configs}
-    generations, groups, answers = list[Json](), list[Json](), list[Json]()
+    generations, groups = list[Json](), list[Json]()
     steps: dict[int, StepLists] = {}
     foreign = unknown = 0
     for each in distinct(read_lines(folder, problems), problems):
@@ -204,8 +202,6 @@ def _read(folder: Path) -> Results:
         elif result is None:
             generations.append(common | _output_cells(None))
         for prompt, output in each.outputs():
-            if output.server is not None:
-                answers.append({"generation": len(generations), **_answer_cells(output, output.server)})
             steps[len(generations)] = output.steps
             cells = common | _output_cells(output)
             cells["prompt"] = intern(prompt)
@@ -227,21 +223,26 @@ def _read(folder: Path) -> Results:
         outputs,
         step_frame(steps, outputs),
         pd.DataFrame(groups, columns=[*_GROUP_COLUMNS]),
-        pd.DataFrame(answers, columns=[*_ANSWER_COLUMNS]).set_index("generation"),
         problems,
     )
 
 
 def _output_cells(output: Generation | RequestLine | None) -> Json:
+    server = None if output is None else output.server
     return {
         **_cells(output, _OUTPUT),
         "token_ids": np.array([] if output is None else output.token_ids, np.int32),
         "tokens_per_second": math.nan if output is None else output.speed,
+        **_cells(server, _ANSWER),
+        **(NO_REPORT if output is None or server is None else _reported_steps(output, server)),
     }
 
 
-def _answer_cells(output: Generation | RequestLine, server: ServerAnswer) -> Json:
-    """Return the counts that a server reported, and the metrics that follow from them (docs/metrics.md).
+NO_REPORT: Json = {"step_source": None, "emitted_in_steps": math.nan, "reported_steps": math.nan}
+
+
+def _reported_steps(output: Generation | RequestLine, server: ServerAnswer) -> Json:
+    """Return the number of steps that follows from the counts of a server, and of tokens in them (docs/metrics.md).
 
     After the first token, every step emits its accepted tokens and one more, so the numbers of emitted and of accepted
     tokens give the number of steps. If a server does not report acceptance, each burst of its answer counts as a step.
@@ -252,13 +253,9 @@ def _answer_cells(output: Generation | RequestLine, server: ServerAnswer) -> Jso
     else:
         emitted, source = output.new_tokens - output.first_tokens, "bursts"
         steps = server.bursts - 1
-    known = emitted > 0 and steps > 0
-    return {
-        **_cells(server, _ANSWER),
-        "step_source": source if known else None,
-        "emitted_in_steps": emitted if known else math.nan,
-        "reported_steps": steps if known else math.nan,
-    }
+    if emitted <= 0 or steps <= 0:
+        return NO_REPORT
+    return {"step_source": source, "emitted_in_steps": emitted, "reported_steps": steps}
 
 
 def _group_cells(line: Line, config: Row, group: Group) -> Json:

@@ -61,8 +61,8 @@ def _only(results: Results, part: str) -> Results:
     else:
         tokens, seconds, steps = whole - thought, rows["decode_s"] - rows["thinking_s"], steps[~inside]
     rows = rows.assign(
-        group="", new_tokens=tokens, decode_s=seconds, total_s=seconds,
+        group="", counted_by=None, new_tokens=tokens, decode_s=seconds, total_s=seconds,
         tokens_per_second=tokens / seconds.where(seconds > 0),
     )  # fmt: skip
     run = structs.replace(results.run, tuning=None)  # which measured whole outputs
-    return Results(run, rows, steps, results.groups[:0], results.answers[:0])
+    return Results(run, rows, steps, results.groups[:0])
