@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from sys import intern
 from types import UnionType
@@ -18,7 +19,9 @@ import pandas as pd
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json, ratio
+from specbench.decoding.records import PARTS
 from specbench.results.lines import (
+    STEP_FIGURES,
     Generation,
     Group,
     Line,
@@ -29,7 +32,6 @@ from specbench.results.lines import (
     StepLists,
 )
 from specbench.results.run import BUSY_WARNINGS, Run
-from specbench.results.steps import step_frame
 from specbench.results.store import GENERATIONS, distinct, find_runs, read_lines, read_run
 from specbench.rows import Condition, Row
 from specbench.specs.sweeps import Arrivals
@@ -65,6 +67,7 @@ _OUTPUT = {
 }
 _ANSWER = _columns(ServerAnswer)
 _SPECULATION = _columns(Speculation)
+_LISTS = ("expected_acceptance", "closing", "parents", "experts", "experts_one")
 _GENERATION_COLUMNS = (
     *_LINE, "warnings", "group", "target", *_ROW, *_CONDITION, *_OUTPUT, "token_ids", "tokens_per_second",
     *_ANSWER, "step_source", "emitted_in_steps", "reported_steps",
@@ -256,6 +259,49 @@ def _reported_steps(output: Generation | RequestLine, server: ServerAnswer) -> J
     if emitted <= 0 or steps <= 0:
         return NO_REPORT
     return {"step_source": source, "emitted_in_steps": emitted, "reported_steps": steps}
+
+
+def step_frame(steps: Mapping[int, StepLists], generations: pd.DataFrame) -> pd.DataFrame:
+    """Return the steps of outputs, a row per step.
+
+    Its columns are the fields of ``StepLists``, with ``policy`` as a dict; ``output`` and ``config``, the index of the
+    output and its row; ``prompt``, a number per prompt; ``alpha_sum``, the sum of the step's expected acceptances; and
+    ``total_s``. A field that an output has no values of is ``None``.
+
+    Args:
+        steps: Those of the outputs that finished, by index.
+        generations: All outputs.
+    """
+    lists, outputs = [*steps.values()], np.fromiter(steps, np.int64)
+    counts = [len(each.drafted) for each in lists]
+    columns: dict[str, Any] = {
+        name: np.fromiter(
+            chain.from_iterable(getattr(each, name) for each in lists), np.int64 if kind is int else float
+        )
+        for name, kind in STEP_FIGURES.items()
+    }
+    for name in _LISTS:
+        values = (getattr(each, name) or [None] * len(each.drafted) for each in lists)
+        columns[name] = pd.Series([*chain.from_iterable(values)], dtype=object)
+    columns["policy"] = pd.Series([*chain.from_iterable(map(_notes, lists))], dtype=object)
+    by_step = chain.from_iterable(each.expected_acceptance for each in lists)
+    sums = np.concatenate(([0.0], np.cumsum(np.fromiter(chain.from_iterable(by_step), float))))
+    ends = np.cumsum(columns["tested"])
+    columns["alpha_sum"] = sums[ends] - sums[ends - columns["tested"]]
+    columns["total_s"] = np.asarray(sum(columns[f"{part}_s"] for part in PARTS))
+    columns["output"] = np.repeat(outputs, counts)
+    columns["config"] = np.repeat(generations["config"].to_numpy()[outputs], counts)
+    columns["prompt"] = np.repeat(pd.factorize(generations["prompt"])[0][outputs], counts)
+    return pd.DataFrame(columns)
+
+
+def _notes(steps: StepLists) -> list[dict[str, float | None] | None]:
+    """Return what the draft policy noted in each step."""
+    if not steps.policy:
+        return [None] * len(steps.drafted)
+    return [
+        dict(zip(steps.policy, values, strict=True)) for values in zip(*steps.policy.values(), strict=True)
+    ]
 
 
 def _group_cells(line: Line, config: Row, group: Group) -> Json:
