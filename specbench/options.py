@@ -201,9 +201,7 @@ class ModelOptions:
         "--device DEVICE",
         "auto, cpu, cuda, cuda:N, mps; balanced or sequential.",
     )
-    allow_pickle: bool = _model(
-        False, "--allow-pickle", "Load pickled weights where there are no safetensors."
-    )
+    allow_pickle: bool = False  # MODEL:allow-pickle loads pickled weights where there are no safetensors
 
     @property
     def target(self) -> LoadOptions:
@@ -406,7 +404,7 @@ class TemplateOptions:
             switch = min(SWITCHES & {*used}, default=None)
             if switch is None:
                 other = (
-                    "give --template-option reasoning_effort=low"
+                    "`generate` and `sweep` take --template-option reasoning_effort=low"
                     if "reasoning_effort" in used
                     else "it cannot be changed"
                 )

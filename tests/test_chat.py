@@ -131,9 +131,11 @@ class Terminal:
 @pytest.fixture
 def terminal(tmp_path) -> Iterator[Terminal]:
     """With a model that never comes to an end."""
-    tiny_llama(context=200_000).save_pretrained(tmp_path / "endless")
-    tiny_tokenizer().save_pretrained(tmp_path / "endless")
-    words = ["--target", f"{tmp_path / 'endless'}:float32", "--ignore-eos", "-n", "100000"]
+    model, tokenizer = tiny_llama(context=200_000), tiny_tokenizer()
+    model.generation_config.suppress_tokens = [tokenizer.eos_token_id]
+    model.save_pretrained(tmp_path / "endless")
+    tokenizer.save_pretrained(tmp_path / "endless")
+    words = ["--target", f"{tmp_path / 'endless'}:float32", "-n", "100000"]
     terminal = Terminal(*words)
     yield terminal
     terminal.close()

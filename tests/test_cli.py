@@ -165,7 +165,7 @@ def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny, monkeypatch):
             yield replace(record, tokens=((record.tokens[0] + 1) % 256,)) if third else record
 
     monkeypatch.setattr(specbench.generate, "decode_steps", other_tokens)
-    arguments = ("the thing", "-n", 8, "--compare", "--repeats", 1, "--drafter", "self:layers=1")
+    arguments = ("the thing", "-n", 8, "--compare", "--drafter", "self:layers=1")
     figures = tiny(*arguments, "--json").json()
     difference = figures["difference"]
     assert figures["identical"] is False

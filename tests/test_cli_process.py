@@ -199,9 +199,7 @@ def test_a_sweep_whose_table_nobody_takes_is_whole_in_its_folder(folder, tmp_pat
 def test_neither_prompts_nor_models_steer_a_terminal(folder, more):
     prompt = "\x1b]0;title\x07\x1b[31m[red]x[/] 👩‍👧 שלום \udced\udca0\udc80 \u202e"
     command = ["generate", prompt, "--target", str(folder), "--ignore-eos", "-t", "5", "-n", "60"]
-    code, output = in_terminal(
-        [*command, "--drafter", "self:layers=1", "--debug", "--compare", "--repeats", "1"], **more
-    )
+    code, output = in_terminal([*command, "--drafter", "self:layers=1", "--debug", "--compare"], **more)
     assert code == 0, output
     if "NO_COLOR" in more:
         assert not re.search("\x1b\\[[0-9;]*[34][0-9][0-9;]*m", output), "a color"
@@ -217,9 +215,7 @@ def test_neither_prompts_nor_models_steer_a_terminal(folder, more):
 
 def test_a_terminal_gets_color_and_80_columns(folder):
     command = ["generate", "the thing", "--target", str(folder), "--ignore-eos", "-n", "40"]
-    code, output = in_terminal(
-        [*command, "--compare", "--repeats", "1", "--debug", "-v"], TERM="xterm-256color"
-    )
+    code, output = in_terminal([*command, "--compare", "--debug", "-v"], TERM="xterm-256color")
     assert code == 0, output
     assert re.search("\x1b\\[[0-9;]*[34][0-9][0-9;]*m", output)
     bare = re.sub("\x1b\\[[0-9;]*m", "", output)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import Cli, write_prompts
 from stored_runs import described, line_of, read_lines, write_stored
 from stored_runs import prompt_of as stored_prompt
 
@@ -18,23 +17,16 @@ from specbench.rows import Condition, Row, Server
 from specbench.specs.sweeps import Closed
 
 
-@pytest.fixture
-def sweep(cli, tmp_path, monkeypatch) -> Cli:
-    monkeypatch.chdir(tmp_path)
-    write_prompts(tmp_path / "mine.jsonl", {f"a-{i}": [f"Question {i}?"] for i in range(4)})
-    return lambda *words, **more: cli("sweep", "--prompts", "./mine.jsonl", "--repeats", 1, *words, **more)
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("limits", "said"),
     [
-        (("--slo", "ttft=500"), "'ttft=500' is no limit of latency"),
-        (("--slo", "ttft=1s,ttft=2s"), "given twice"),
-        (("--slo", "itl=3ms"), "is no limit of latency"),
+        ("ttft=500", "'ttft=500' is no limit of latency"),
+        ("ttft=1s,ttft=2s", "given twice"),
+        ("itl=3ms", "is no limit of latency"),
     ],
 )
-def test_what_cannot_be_asked_for(sweep, words, said):
-    sweep("--server", "a=http://127.0.0.1:9/v1", *words).refused(2, said)
+def test_what_cannot_be_asked_for(cli, tmp_path, limits, said):
+    cli("report", tmp_path, "--slo", limits).refused(2, said)
 
 
 LOOP = Condition(batch=2, arrivals=Closed(2))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from test_serve import Running
 from tiny import SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import UsageError
+from specbench.conversation import Conversation
 from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.sampling import Randomness, Sampling
@@ -241,14 +240,19 @@ def test_a_switch_reaches_the_prompt_and_an_unknown_one_is_refused(generate):
     assert "enable_thinking" in refused.err
 
 
-def test_a_conversation_keeps_answers_without_their_thinking(cli, thinker, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi\nAnd?\n")))
+def test_a_conversation_keeps_answers_without_their_thinking(thinker, monkeypatch):
     seen = []
     monkeypatch.setattr(
         "specbench.conversation.encode_messages",
         lambda tokenizer, messages, **more: seen.append(messages) or tokenizer("x")["input_ids"],
     )
-    cli("chat", "--target", f"{thinker}:float32", "--format", SAYS, "-n", 40, "--no-thinking")
+    target = load_target(str(thinker), LoadOptions(dtype="float32"))
+    decoding, told = DecodingOptions(max_new_tokens=40, format=SAYS), TemplateOptions(thinking=False)
+    conversation = Conversation(target, decoding=decoding, template=told)
+    for text in ("Hi", "And?"):
+        run = conversation.ask(text)
+        assert len(list(run)) > 6
+        conversation.add(text, run.answer())
     said = seen[1][1]["content"]
     assert seen[1][1]["role"] == "assistant"
     assert len(said) == 6

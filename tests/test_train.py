@@ -219,9 +219,7 @@ def train(cli, tmp_path) -> Callable[..., Any]:
     (tmp_path / "mine.jsonl").write_text("\n".join(lines), encoding="utf-8")
     common = (
         "--target",
-        tmp_path / "tiny",
-        "--dtype",
-        "float32",
+        f"{tmp_path / 'tiny'}:float32",
         "--prompts",
         tmp_path / "mine.jsonl",
         "-n",
@@ -299,7 +297,7 @@ def test_ctrl_c_keeps_the_training(train, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_trained_is_refused(train, target, tmp_path, monkeypatch):
-    train("--out", tmp_path / "x", "--dtype", "int8").refused(2, "int8 target")
+    train("--out", tmp_path / "x", "--target", f"{tmp_path / 'tiny'}:int8").refused(2, "int8 target")
     train("--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt set or file")
     short = replace(QUICK, answer_tokens=1, tokens=4)
     said = refusal(train_head, target, PROMPTS, short, tmp_path / "z", kind=UsageError)

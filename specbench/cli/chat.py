@@ -32,13 +32,11 @@ def chat(
     ctx: typer.Context,
     *,
     system: opt.SystemOption = None,
-    drafting: opt.DraftingOptions,
-    decoding: Annotated[
-        DecodingOptions, opt.Fields("max_new_tokens", "ignore_eos", "format", max_new_tokens=_MAX_NEW_TOKENS)
-    ],
+    drafting: Annotated[opt.DraftingOptions, opt.Fields(without=("recipe",))],
+    decoding: Annotated[DecodingOptions, opt.Fields("max_new_tokens", max_new_tokens=_MAX_NEW_TOKENS)],
     caching: CacheOptions,
     sampling: Annotated[SamplingOptions, opt.Fields("temperature", "top_k", "top_p", "seed")],
-    template: TemplateOptions,
+    template: Annotated[TemplateOptions, opt.Fields("thinking")],
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes, no statistics.")] = False,
 ) -> None:
     """Chat with a model: a line is a message, Ctrl-C stops an answer, Ctrl-D or /exit ends.

@@ -75,7 +75,7 @@ def check(
         opt.Fields(without=("stop",), max_new_tokens=64),
     ],
     caching: CacheOptions,
-    sampling: Annotated[SamplingOptions, opt.Fields("temperature", "repetition_penalty")],
+    sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
 

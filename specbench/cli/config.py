@@ -64,7 +64,7 @@ RUN_OPTIONS = {"sweep": "out", "tune": "results"}
 _OWN = {"out", "results", "resume", "config", "overwrite", "minutes", "json_output", "verbose", "quiet"}
 """Options of a call, which the next one does not inherit."""
 
-_NOT_FROM_FILES = {"server", "engine", "engine_command", "arguments", "allow_pickle"}
+_NOT_FROM_FILES = {"server", "engine", "engine_command", "arguments"}
 """Options that start programs or name addresses: no file gives them."""
 
 

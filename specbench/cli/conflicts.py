@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("generate", ("prompt", "show_accepted", "compare", "debug", "trace_file"), "prompts", "it is for one prompt"),
     ("generate", ("show_accepted",), "json_output", ""),
-    ("generate chat serve check", ("drafter", "draft_policy", "gamma"), "recipe", "it has its own"),
+    ("generate serve check", ("drafter", "draft_policy", "gamma"), "recipe", "it has its own"),
     ("check", ("prompts",), "outputs", "the file has its own prompts"),
     ("check", ("drafter", "draft_policy", "gamma", "max_new_tokens", "temperature"), "outputs",
      "its outputs are finished, and greedy"),
@@ -32,7 +32,6 @@ one, and the reason, if names alone do not say it.
 """
 
 NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
-    ("generate", ("repeats",), "compare", ""),
     ("generate", ("batch",), "prompts", ""),
     ("sweep", ("minutes",), "until", ""),
     ("sweep", ("engine_command", "arguments"), "engine", ""),

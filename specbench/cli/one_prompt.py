@@ -208,7 +208,7 @@ def decode(
         _follow(repeat, (), stage, max_new_tokens, quiet=show.quiet)
         return repeat.result()
 
-    pairs = Pairs(decode_once, show.repeats)
+    pairs = Pairs(decode_once)
     finished = True
     try:
         if show.compare:

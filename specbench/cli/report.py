@@ -9,8 +9,7 @@ import typer
 
 from specbench.cli.console import say
 from specbench.cli.named_runs import ResultsArgument, for_each_run
-from specbench.cli.options import Fields, output
-from specbench.cli.sweep_options import ResultsOptions
+from specbench.cli.options import output
 
 
 def report(
@@ -22,13 +21,19 @@ def report(
             "Output folder. Default: the run's own folder. With several runs, each gets a subfolder.",
         ),
     ] = None,
-    shown: Annotated[ResultsOptions, Fields("slo")] = ResultsOptions(),  # noqa: B008
+    slo: Annotated[
+        str | None,
+        output("--slo LIMITS", "Goodput within limits such as ttft=500ms,tpot=30ms (also e2el=4s)."),
+    ] = None,
 ) -> None:
     """Write report.html, one file that needs nothing else, and report.md with its figures in plots/."""
+    from specbench.results.summary import parse_limits
     from specbench.show.report import write_report
 
+    limits = {} if slo is None else parse_limits(slo)
+
     def write(run: Path, folder: Path) -> None:
-        done, paths = write_report(run, folder, shown.limits())
+        done, paths = write_report(run, folder, limits)
         for path in paths:
             typer.echo(str(path))
         for answer in done.answers:

@@ -33,6 +33,7 @@ _LEVEL = 0.9
 """From this predicted speedup on, a run of ``auto`` that hardly drafted is called about as fast as plain decoding."""
 _TOO_SLOW = "the drafter is too slow: drafts lose time even if all their tokens are accepted"
 _UNSURE = "Too few repeats to be sure"
+_UNCONFIRMED = "yet the repeats do not confirm it"
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def show_summary(
         lines.append(_tokens(figures))
     if problem:
         lines.append(("why", problem))
-        if compared and "raise --repeats" not in problem:
+        if compared and _UNCONFIRMED not in problem:
             others = filter(None, [advice.policy, advice.drafter or "--drafter MODEL, a small one"])
             lines.append(("try", ", or ".join(others)))
     if compared and figures["identical"] is not False:
@@ -181,7 +182,7 @@ def _because(figures: Mapping[str, Any], of_the_text: str) -> str:
     tokens, step, drafting = (figures["explained"][name] for name in ("tokens", "step", "drafting"))
     balance = f"a step gives {tokens:.2f} tokens and takes {step:.2f} times as long as a plain one"
     if tokens >= _GAIN * step:
-        return f"{balance}, yet the repeats do not confirm it; raise --repeats"
+        return f"{balance}, {_UNCONFIRMED}; `specbench sweep` measures several prompts"
     if tokens >= _GAIN * (step - drafting):  # it would pay if drafts cost nothing
         return f"{balance}, {drafting:.2f} of that for drafting"
     drafting_steps = sum(gamma > 0 for gamma in figures["gammas"])

@@ -135,24 +135,8 @@ class ResultsOptions:
         "--resume",
         "Continue the run in --out, or the newest in results/, with its own options; others add rows.",
     )
-    slo: str | None = _output(
-        None,
-        "--slo LIMITS",
-        "Goodput within limits such as ttft=500ms,tpot=30ms (also e2el=4s).",
-    )
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
     quiet: bool = _output(False, "--quiet -q", "No progress.")
-
-    def __post_init__(self) -> None:
-        self.limits()
-
-    def limits(self) -> dict[str, float]:
-        """Return the limits of latency in seconds, by name; none without ``--slo``."""
-        if self.slo is None:
-            return {}
-        from specbench.results.summary import parse_limits
-
-        return parse_limits(self.slo)
 
 
 MINUTES, ENGINE_MINUTES = 1.0, 20.0

@@ -144,7 +144,7 @@ def _show(job: RunJob, results: Results, asked: ResultsOptions) -> None:
     from specbench.show.answer import answer_parts, find_answers
     from specbench.show.document import show, to_markdown
 
-    summary = Summary(results, asked.limits())
+    summary = Summary(results)
     sheets = [tables.summary_sheet(summary), *tables.service_sheets(summary).values()]
     answers = find_answers(summary)
     said = [part for each in answers for part in answer_parts(each)]

@@ -9,8 +9,8 @@ from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.console import say, write_out
 from specbench.cli.progress import StageProgress, starting
-from specbench.options import MODELS, PROMPT, ModelOptions, TemplateOptions, panel, quantized
-from specbench.specs.models import parse_model
+from specbench.options import MODELS, PROMPT, TemplateOptions, panel, quantized
+from specbench.recipe import Recipe
 from specbench.train.settings import TrainingSettings
 
 KindName = Literal["eagle", "mtp"]
@@ -33,8 +33,7 @@ def train(
     max_new_tokens: Annotated[
         int, _prompt("--max-new-tokens -n N", "Maximum length of an answer, in tokens.", min=2)
     ] = 256,
-    template: TemplateOptions,
-    models: Annotated[ModelOptions, opt.Fields("dtype")],
+    template: Annotated[TemplateOptions, opt.Fields("thinking")],
     tokens: Annotated[
         int, _training("--tokens N", "Tokens of the target's own answers to train on.", min=1)
     ] = 400_000,
@@ -55,10 +54,9 @@ def train(
     from specbench.bench.prompts import TRAINING_SET
     from specbench.train.texts import training_prompts
 
-    if quantized(models.dtype) is not None:
-        raise UsageError(
-            f"Heads cannot be trained for an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
-        )
+    asked = Recipe.of_target(target)
+    if (rounded := quantized(asked.models.dtype)) is not None:
+        raise UsageError(f"Heads cannot be trained for an {rounded} target.", f"Leave {rounded} out.")
     sources = prompts or [TRAINING_SET]
     chosen = [prompt.told(template) for prompt in training_prompts(sources)]
     with starting(quiet) as progress:
@@ -66,7 +64,7 @@ def train(
         from specbench.train.trainer import check_folder, train_head
 
         check_folder(out, resume=resume)
-        loaded, _ = prepare(parse_model(target), (), models, progress=progress)
+        loaded, _ = prepare(asked.target, (), asked.models, progress=progress)
     settings = TrainingSettings(kind, tokens, answer_tokens=max_new_tokens, depth=depth)
     source = ", ".join(Path(source).name for source in sources)
     with StageProgress(quiet, animated=False) as bar:

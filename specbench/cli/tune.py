@@ -19,12 +19,10 @@ from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
 def tune(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    template: TemplateOptions,
+    template: Annotated[TemplateOptions, opt.Fields("thinking")],
     servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command")],
     models: ModelOptions,
-    decoding: Annotated[
-        DecodingOptions, opt.Fields("max_new_tokens", "ignore_eos", "format", max_new_tokens=48)
-    ],
+    decoding: Annotated[DecodingOptions, opt.Fields("max_new_tokens", "format", max_new_tokens=48)],
     search: SearchOptions,
     arguments: StartedArguments = None,
 ) -> None:

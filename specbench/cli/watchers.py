@@ -39,12 +39,6 @@ class ShownOptions:
         "--compare",
         "Also decode plainly, in turn, and with transformers; show the speedup with its interval.",
     )
-    repeats: int | None = _output(
-        None,
-        "--repeats N",
-        "Pairs of --compare. Default: 3, and up to 12 within 10 s.",
-        min=1,
-    )
     show_accepted: bool = _output(
         False, "--show-accepted", "Colors by origin: accepted drafts, corrected tokens, the target's own."
     )

@@ -132,7 +132,7 @@ class Search:
             if not race.blocks and race.ending != "time":
                 raise RunError(
                     "Outputs have no token after the first one, so there are no speeds to compare.",
-                    "Choose other prompts, or add --ignore-eos.",
+                    "Choose other prompts.",
                 )
             self.session.finish(in_time=lambda: self.left_s > 0)
             self.warnings = self.session.warnings
