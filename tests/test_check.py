@@ -58,9 +58,7 @@ from specbench.decoding.verify import Verdict
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
-from specbench.options import DecodingOptions, SamplingOptions
-from specbench.recipe import Recipe
-from specbench.specs.models import ModelSpec
+from specbench.options import DecodingOptions
 
 PROMPT, NEW = PROMPTS[0], 12
 
@@ -378,25 +376,18 @@ def test_an_output_that_has_ended_is_no_tie():
     assert not difference.numerical_tie
 
 
-def recipe_of(tokens: int, **changes: Any) -> Recipe:
-    sampling = SamplingOptions(repetition_penalty=changes.pop("penalty", 1.0))
-    decoding = DecodingOptions(max_new_tokens=tokens, **changes)
-    return Recipe(ModelSpec("folder", "tiny"), decoding=decoding, sampling=sampling)
-
-
 def test_transformers_own_answers_are_ours():
     model = tiny_language_model(seed=5)
     own, end = model.model.generation_config, tuple(model.end_ids)
     own.temperature = 0.123
     prompt = [10, 20, 30, 40, 50]
-    for penalty, ends in ((1.0, ()), (1.3, end), (1.0, (7, 8, 9, 250))):
+    for ends in ((), end, (7, 8, 9, 250)):
         known = replace(model, end_ids=ends)
-        reference = reference_output(known, recipe_of(24, penalty=penalty), prompt)
-        sampling = Sampling(repetition_penalty=penalty)
+        reference = reference_output(known, DecodingOptions(max_new_tokens=24), prompt)
         request = request_of(
             Scorer(model.model),
             LookupDrafter(),
-            sampling=sampling,
+            sampling=Sampling(),
             max_new_tokens=24,
             prompt=prompt,
             end_ids=ends,
@@ -409,15 +400,9 @@ def test_transformers_own_answers_are_ours():
 
 
 def test_transformers_answers_end_where_ours_do():
-    model = replace(tiny_language_model(seed=5), end_ids=())
-    prompt = [10, 20, 30]
-    whole = reference_output(model, recipe_of(16), prompt)
-    assert len(whole) == 16
-    text = model.tokenizer.decode(whole[3:6])
-    assert len(reference_output(model, recipe_of(16, stop=(text,)), prompt)) < 16
-    for limit, tokens in ((8, 5), (3, 0)):
-        short = replace(model, context_limit=limit)
-        assert len(reference_output(short, recipe_of(16), prompt)) == tokens
+    model, asked = replace(tiny_language_model(seed=5), end_ids=()), DecodingOptions(max_new_tokens=16)
+    assert len(reference_output(model, asked, [10, 20, 30])) == 16
+    assert len(reference_output(replace(model, context_limit=8), asked, [10, 20, 30])) == 5
 
 
 def test_bits_of_logits_are_compared_where_the_texts_are_the_same():

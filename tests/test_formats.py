@@ -26,10 +26,8 @@ from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import speculative_generate_many
 from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions, Format
-from specbench.recipe import Recipe
 from specbench.results.lines import StepLists
 from specbench.results.trace import step_event
-from specbench.specs.models import ModelSpec
 
 table: Any = importlib.import_module("distributions")
 
@@ -95,8 +93,7 @@ def test_the_masked_distribution_is_the_targets_without_what_does_not_match():
 @pytest.mark.parametrize("options", FORMATS, ids=lambda each: each["format"].partition("=")[0])
 def test_greedy_outputs_are_those_of_the_masked_target(target, options):
     decoding = DecodingOptions(max_new_tokens=40, **options)
-    recipe = Recipe(ModelSpec("folder", "tiny"), decoding=decoding)
-    expected = reference_output(target.language_model, recipe, PROMPT)
+    expected = reference_output(target.language_model, decoding, PROMPT)
     forced = 0
     for drafter in ("none", *DRAFTERS):
         result = speculative_generate(PROMPT, target, drafter, gamma=3, decoding=decoding)

@@ -72,6 +72,9 @@ def generate_with_transformers(
     if (form := decoding.format) is not None:
         matcher = target.formats.compile(form).matcher(len(prompt))
         extra["logits_processor"] = LogitsProcessorList([matcher.process])
+    rules = target.defaults.with_options(decoding).applied
+    if budget < longest:  # the forced end comes after max_new_tokens
+        rules.pop("forced_eos_token_id", None)
     greedy = config.condition.temperature == 0
     beams = config.decoder.beams if isinstance(config.decoder, OtherLibrary) else None
     settings = GenerationConfig(
@@ -80,7 +83,7 @@ def generate_with_transformers(
         eos_token_id=list(end_ids) or None,
         pad_token_id=next(iter(target.end_ids), 0),
         **({} if beams is None else {"num_beams": beams}),
-        **target.defaults.with_options(decoding).applied,
+        **rules,
         **({} if greedy else {"temperature": config.condition.temperature, "top_k": 0, "top_p": 1.0}),
     )
     # What the call leaves unset would come from the model's own file, sampling defaults and all.
