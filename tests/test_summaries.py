@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specbench.cli.summary import Advice, show_summary
+from specbench.cli.summary import show_summary
 
 TIMES = {f"{part}_s": share for part, share in zip(("draft", "verify", "accept", "rollback", "other"),
                                                    (0.2, 0.7, 0.05, 0.05, 0.0), strict=True)}  # fmt: skip
@@ -32,9 +32,6 @@ DIFFERENCE = {"texts": ["a", None], "numerical_tie": False, "gap_units": 12.0, "
               "gap": 0.5}  # fmt: skip
 SLOW = {"tokens": 2.0, "step": 4.0, "drafting": 2.5, "usual": 0.5}
 RARE = {"tokens": 1.05, "step": 1.2, "drafting": 0.01, "usual": 0.88}
-ADVICE = Advice(
-    "take a chat model", "this text repeats little", "--draft-policy auto", "--drafter lookup+self:int8"
-)
 BUSY = {"severity": "warning", "message": "Busy.", "advice": "Wait."}
 SAMPLED = {
     "identical": None,
@@ -84,10 +81,6 @@ PAIRED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "faster": ({"transformers_tokens_per_second": 5.25}, {}),
     "faster, verbose": ({}, {"verbose": True}),
     "slower": ({"speedup": 0.5, "speedup_interval": [0.4, 0.6], "explained": SLOW}, {}),
-    "slower, without advice": (
-        {"speedup": 0.5, "speedup_interval": [0.4, 0.6], "explained": SLOW},
-        {"advice": Advice()},
-    ),
     "not shown": ({"speedup_interval": [0.9, 1.6], "warnings": [BUSY]}, {}),
     "too few repeats": ({"speedup": 0.9, "speedup_interval": None, "explained": SLOW}, {}),
     "nothing drafted": ({"speedup": 0.5, "speedup_interval": [0.4, 0.6], "drafted": 0}, {}),
@@ -106,6 +99,6 @@ PAIRED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_what_it_came_to(capsys, snapshot, base, cases):
     shown = []
     for name, (changes, options) in cases.items():
-        show_summary(FIGURES | base | changes, spaced=False, **{"advice": ADVICE} | options)
+        show_summary(FIGURES | base | changes, spaced=False, **options)
         shown.append(f"-- {name}\n{capsys.readouterr().err}")
     snapshot("\n".join(shown))

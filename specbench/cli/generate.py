@@ -84,7 +84,6 @@ def generate(
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with starting(show.quiet) as progress:
             from specbench.cli.one_prompt import (
-                advice_for,
                 deciding_options,
                 decode,
                 notes_of,
@@ -133,8 +132,8 @@ def generate(
             more = {"options": deciding_options(loaded), "device": str(loaded.target.scorer.device)}
             decode_prompts(several, batch, start, more, show)
             return
-        advice, speed = advice_for(loaded, chat), next(iter(speeds), None)
-        decode(loaded, tokens, text, trace_to, advice, paint, show, transformers_speed=speed)
+        speed = next(iter(speeds), None)
+        decode(loaded, tokens, text, trace_to, paint, show, transformers_speed=speed)
         if trace_to is not None:
             trace_to.complain()
 

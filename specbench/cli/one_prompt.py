@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,16 +18,14 @@ from specbench.cli.conflicts import given, without_effect
 from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
 from specbench.cli.setting import facts
-from specbench.cli.summary import Advice, show_summary
+from specbench.cli.summary import show_summary
 from specbench.cli.watchers import TextOutput, TraceOutput
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import summary
 from specbench.policies import FixedLength
 from specbench.policies.auto import TOO_SLOW_NOTE
-from specbench.recipe import drafter_argument
 from specbench.results.trace import PROMPT_TAIL, TraceHeader
 from specbench.rows import Condition, OtherLibrary, Row
-from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
 if TYPE_CHECKING:
     from specbench.cli.watchers import Paint, ShownOptions
@@ -121,10 +118,6 @@ def _draftable_share(drafter: Drafter, tokens: Sequence[int]) -> float | None:
     return sum(token in vocabulary.places for token in tokens) / len(tokens)
 
 
-def _has_template(loaded: LoadedRecipe) -> bool:
-    return bool(getattr(loaded.target.tokenizer, "chat_template", None))
-
-
 def notes_of(ctx: typer.Context, loaded: LoadedRecipe, chat: bool | None) -> list[str]:
     """Return what the user should know before reading the output, and which options have no effect."""
     lines: list[str] = []
@@ -137,37 +130,9 @@ def notes_of(ctx: typer.Context, loaded: LoadedRecipe, chat: bool | None) -> lis
     if dtype and loaded.recipe.target.kind == "builtin" and not given(ctx, "drafter", "recipe"):
         lines.append(f"The drafter is {drafter}: a model in {dtype} does not draft for itself.")
     lines += facts(loaded)
-    if not _has_template(loaded) and chat is not False:
+    if chat is not False and not getattr(loaded.target.tokenizer, "chat_template", None):
         lines.append("The model has no chat template: the prompt is continued as raw text.")
     return lines
-
-
-def advice_for(loaded: LoadedRecipe, chat: bool | None) -> Advice:
-    """Return what to try if the reply is empty or the drafter does not help."""
-    drafter, policy = loaded.recipe.drafter, loaded.recipe.policy
-    if not _has_template(loaded):
-        blank = "without a chat template a model continues text: give it the beginning of one, or take a chat model"
-    elif chat is False:
-        blank = "leave --raw out, so that the chat template is applied"
-    else:
-        blank = "word the prompt otherwise, or try --raw"
-    if drafter.is_plain or policy is None:
-        return Advice(blank)
-    # A copy costs next to nothing, a model drafts where there is nothing to copy.
-    if isinstance(drafter, Cascade):
-        other = "lookup"
-    elif drafter.model_spec is not None:
-        other = f"lookup+{drafter_argument(drafter)}"
-    else:
-        can_quantize = loaded.target.quantization is None and loaded.target.scorer.device.type == "cpu"
-        other = "lookup+self:int8" if can_quantize else ""
-    applies = other and policy.applies(parse_drafter(other))
-    return Advice(
-        blank,
-        text="this text repeats little" if isinstance(drafter, Lookup | NGram | Suffix) else "",
-        policy="--draft-policy auto" if loaded.sampling.greedy and policy.word != "auto" else "",
-        drafter=f"--drafter {shlex.quote(other)}" if applies else "",
-    )
 
 
 def decode(
@@ -175,7 +140,6 @@ def decode(
     prompt: Sequence[int],
     text: str,
     trace_to: TraceOutput | None,
-    advice: Advice,
     paint: Paint | None,
     show: ShownOptions,
     transformers_speed: float | None = None,
@@ -232,7 +196,7 @@ def decode(
         write_json(figures | {"peak_memory_bytes": peak_memory(str(loaded.target.scorer.device))})
     if not (show.quiet or show.json_output):
         notes = loaded.target.language_model.notes
-        show_summary(figures, advice=advice, spaced=sys.stdout.isatty(), notes=notes, verbose=show.verbose)
+        show_summary(figures, spaced=sys.stdout.isatty(), notes=notes, verbose=show.verbose)
     if not finished:
         raise KeyboardInterrupt
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
@@ -32,25 +31,8 @@ _GAIN = 1.05
 _LEVEL = 0.9
 """From this predicted speedup on, a run of ``auto`` that hardly drafted is called about as fast as plain decoding."""
 _TOO_SLOW = "the drafter is too slow: drafts lose time even if all their tokens are accepted"
-_UNSURE = "Too few repeats to be sure"
+_BLANK = "word the prompt otherwise, or take the other of --chat and --raw"
 _UNCONFIRMED = "yet the repeats do not confirm it"
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to try, by what went wrong.
-
-    Attributes:
-        blank: After a reply without text.
-        text: What few accepted drafts tell of the text; empty for nothing.
-        policy: A draft policy, if the drafter does not help.
-        drafter: An option with another drafter.
-    """
-
-    blank: str = ""
-    text: str = ""
-    policy: str = ""
-    drafter: str = ""
 
 
 def show_notes(notes: Sequence[str], *, spaced: bool, console: Console | None = None) -> None:
@@ -79,7 +61,6 @@ def show_summary(
     figures: Mapping[str, Any],
     *,
     spaced: bool,
-    advice: Advice | None = None,
     notes: Sequence[str] = (),
     verbose: bool = False,
 ) -> None:
@@ -88,23 +69,21 @@ def show_summary(
     ``figures`` are what ``--json`` prints, ``notes`` tell how the models were loaded. An empty line stands before the
     summary if ``spaced``; all lines are printed if ``verbose``.
     """
-    console, advice = _console(), advice or Advice()
+    console = _console()
     if spaced:
         console.print()
     compared = "speedup" in figures
-    headline, problem = (_comparison if compared else _prediction)(figures, advice.text)
+    headline, problem = (_comparison if compared else _prediction)(figures)
     _line(console, "", headline, "bold" if not problem else "bold yellow", indent=0)
     lines: list[tuple[str, str]] = []
-    if advice.blank and figures["finish_reason"] == "eos" and not (figures["text"] or "").strip():
-        lines.append(("note", f"the reply ended before any text; {advice.blank}"))
+    if figures["finish_reason"] == "eos" and not (figures["text"] or "").strip():
+        lines.append(("note", f"the reply ended before any text; {_BLANK}"))
     lines += [("note", f"{each['message']} {each['advice']}") for each in figures.get("warnings", ())]
     if compared and figures["identical"] is False:
         lines.append(_tokens(figures))
     if problem:
-        lines.append(("why", problem))
-        if compared and _UNCONFIRMED not in problem:
-            others = filter(None, [advice.policy, advice.drafter or "--drafter MODEL, a small one"])
-            lines.append(("try", ", or ".join(others)))
+        better = "sweep` measures several prompts" if _UNCONFIRMED in problem else "tune` looks for better"
+        lines.append(("why", f"{problem}; `specbench {better}"))
     if compared and figures["identical"] is not False:
         lines.append(_tokens(figures))
     lines += _details(figures)
@@ -113,26 +92,26 @@ def show_summary(
         _line(console, label, text, "yellow" if label == "note" and text not in notes else "")
 
 
-def _prediction(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]:
+def _prediction(figures: Mapping[str, Any]) -> tuple[str, str]:
     """Return a sentence on the result of a single generation, and why the drafter does not help; empty if it does."""
     speed, explained = figures["tokens_per_second"], figures["explained"]
     text = counted(figures["new_tokens"], "token") if speed is None else f"{speed:.1f} tokens/s"
     if figures.get("too_slow"):
-        return f"{text}; drafting stopped.", f"{_TOO_SLOW}; `specbench tune` looks for better"
+        return f"{text}; drafting stopped.", _TOO_SLOW
     if explained is None:
         return f"{text}.", ""
-    usual, better = explained["usual"], "`specbench tune` looks for better"
+    usual = explained["usual"]
     ratio = f"{usual:.2f}×"
     if usual >= _GAIN and figures["drafted"]:
         return f"{text}, about {ratio} plain decoding (predicted; --compare measures it).", ""
     undrafted = _undrafted(figures)
     if not figures["drafted"]:
-        return f"{text}, as plain decoding.", f"{undrafted}; {better}"
+        return f"{text}, as plain decoding.", undrafted
     if undrafted and usual >= _LEVEL:
-        return f"{text}, about as fast as plain decoding (predicted {ratio}).", f"{undrafted}; {better}"
+        return f"{text}, about as fast as plain decoding (predicted {ratio}).", undrafted
     what = "slower than" if usual < 1 / _GAIN else "hardly faster than"
-    problem = f"{_because(figures, of_the_text)}; {better}"
-    return f"{text}, predicted to be {what} plain decoding with this drafter (about {ratio}).", problem
+    text += f", predicted to be {what} plain decoding with this drafter (about {ratio})."
+    return text, _because(figures)
 
 
 def _undrafted(figures: Mapping[str, Any]) -> str:
@@ -146,7 +125,7 @@ def _undrafted(figures: Mapping[str, Any]) -> str:
     )
 
 
-def _comparison(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]:
+def _comparison(figures: Mapping[str, Any]) -> tuple[str, str]:
     """Return a sentence on the result of a comparison, and why the drafter does not help; empty if it does.
 
     All figures are of the same pairs: the ratio of the two speeds is the speedup.
@@ -158,31 +137,30 @@ def _comparison(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]
     fast, plain = (
         geometric_mean(each[side]["tokens_per_second"] for each in pairs) for side in ("speculative", "plain")
     )
-    low, high = interval or (speedup, speedup)
-    sure = f" [{low:.2f}, {high:.2f}]" if interval else f" in {counted(len(pairs), 'repeat')}"
-    found = f"{fast:.1f} tokens/s instead of {plain:.1f}, {speedup:.2f}×{sure}"
+    sure = "[{:.2f}, {:.2f}]".format(*interval) if interval else f"in {counted(len(pairs), 'repeat')}"
+    found = f"{fast:.1f} tokens/s instead of {plain:.1f}, {speedup:.2f}× {sure}"
     if (theirs := figures.get("transformers_tokens_per_second")) is not None:
         found += f"; `generate` of transformers has {theirs:.1f}"
     found += "."
     if figures["drafter"] == "none":
         return f"Plain decoding twice: {found}", ""
-    if low > 1:
-        return f"{'Faster with the drafter' if interval else _UNSURE}: {found}", ""
-    verdict = "Slower with the drafter" if high < 1 else "Not shown to be faster with the drafter"
-    verdict = verdict if interval else _UNSURE
-    if not figures["drafted"]:
-        return f"{verdict}: {found}", "nothing was drafted here, so nothing can be faster"
-    return f"{verdict}: {found}", "" if figures["explained"] is None else _because(figures, of_the_text)
+    low, high = interval or (speedup, speedup)
+    what = "Faster" if low > 1 else "Slower" if high < 1 else "Not shown to be faster"
+    headline = f"{what} with the drafter on this prompt" if interval else "Too few repeats to be sure"
+    problem = "" if low > 1 or figures["explained"] is None else _because(figures)
+    if low <= 1 and not figures["drafted"]:
+        problem = "nothing was drafted here, so nothing can be faster"
+    return f"{headline}: {found}", problem
 
 
-def _because(figures: Mapping[str, Any], of_the_text: str) -> str:
+def _because(figures: Mapping[str, Any]) -> str:
     """Return why a step with this drafter gives too little for its time."""
     if figures.get("too_slow"):
         return _TOO_SLOW
     tokens, step, drafting = (figures["explained"][name] for name in ("tokens", "step", "drafting"))
     balance = f"a step gives {tokens:.2f} tokens and takes {step:.2f} times as long as a plain one"
     if tokens >= _GAIN * step:
-        return f"{balance}, {_UNCONFIRMED}; `specbench sweep` measures several prompts"
+        return f"{balance}, {_UNCONFIRMED}"
     if tokens >= _GAIN * (step - drafting):  # it would pay if drafts cost nothing
         return f"{balance}, {drafting:.2f} of that for drafting"
     drafting_steps = sum(gamma > 0 for gamma in figures["gammas"])
@@ -192,7 +170,7 @@ def _because(figures: Mapping[str, Any], of_the_text: str) -> str:
     reason = f"{balance}: {rate} {'was' if figures['drafted'] == 1 else 'were'} accepted"
     if (experts := figures["explained"].get("experts")) is not None and experts >= _GAIN:
         reason += f", and its target pass reads {experts:.2f} times the experts"
-    return f"{reason}; {of_the_text}" if of_the_text else reason
+    return reason
 
 
 def _details(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
