@@ -80,7 +80,7 @@ def result_of(setup: Request, decoder: Decoder = decode) -> DecodingCheck:
     checking = DecodingCheck({str(i): replace(setup, prompt=prompt) for i, prompt in enumerate(PROMPTS)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(specbench.check.observe, "decode", decoder)
-        checking.check_steps()
+        list(checking.check_steps())
     return checking
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -38,7 +38,7 @@ _MAX_LISTED = 100
 
 @dataclass
 class DecodingCheck:
-    """A check of one configuration: call ``check_steps``. The findings so far can be read at any time.
+    """A check of one configuration: iterate over ``check_steps``. The findings so far can be read at any time.
 
     Attributes:
         requests: By name of their prompts, in which alone they differ; at least one.
@@ -47,7 +47,6 @@ class DecodingCheck:
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
         plain_outputs: Outputs of plain decoding so far, by name; new ones are added. Checks with the same target, cache
             and stop rules can share it.
-        report: Receives the number of prompts that are done; ``None`` for nobody.
         greedy: One result per prompt.
         exact: One result per prompt; empty for greedy decoding.
         complete: Whether all cases are checked.
@@ -58,16 +57,17 @@ class DecodingCheck:
     no_transformers: str | None = None
     bit_exact: bool = False
     plain_outputs: dict[str, GreedyOutput] = field(default_factory=dict)
-    report: Callable[[int], None] | None = None
     greedy: list[GreedyResult] = field(default_factory=list)
     exact: list[ExactCase] = field(default_factory=list)
     complete: bool = False
 
-    def check_steps(self) -> None:
-        """Check greedy outputs of all prompts, and above temperature 0 every step's distribution."""
+    def check_steps(self) -> Iterator[int]:
+        """Check greedy outputs of all prompts, and above temperature 0 every step's distribution.
+
+        Yields before each prompt how many are done.
+        """
         for done, (name, request) in enumerate(self.requests.items()):
-            if self.report is not None:
-                self.report(done)
+            yield done
             if name not in self.plain_outputs:
                 self.plain_outputs[name] = run_plain(request)
             plain = self.plain_outputs[name]

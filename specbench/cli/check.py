@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.policy import (
-    recipes_of,
-    requested_policies,
-    row_recipe,
-    with_cache,
-)
+from specbench.cli.policy import row_recipe, with_cache
 from specbench.cli.progress import starting
 from specbench.models.default import default_drafter
 from specbench.models.find import require_models
@@ -28,13 +22,14 @@ from specbench.options import (
     group,
 )
 from specbench.specs.drafters import parse_drafter
+from specbench.specs.policies import TakesGamma, default_policy, parse_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from specbench.recipe import Recipe
 
-_DEFAULT_LIMIT = 12
+DEFAULT_LIMIT = 12
 CHECKED = "What is checked"
 _check, _output = group(CHECKED), group(OUTPUT)
 
@@ -49,7 +44,7 @@ class CheckedOptions:
         None,
         "--limit N",
         "Number of prompts, taken in turn from the categories, or of lines of --outputs. Default:"
-        f" {_DEFAULT_LIMIT} prompts, all lines.",
+        f" {DEFAULT_LIMIT} prompts, all lines.",
         min=1,
     )
     outputs: Path | None = _check(
@@ -82,50 +77,55 @@ def check(
     Each drafter is checked with each draft policy and γ. Exit code 1 if something is wrong. docs/check.md says what is
     checked, and when a difference is a numerical tie.
     """
-    from specbench.bench.suites import choose_prompts
     from specbench.recipe import Recipe
 
-    with starting(checked.quiet) as progress:
-        notes: list[str] = []
-        asked = Recipe.of_target(target, caching, decoding, sampling)
-        if checked.recipe is not None:
-            base = row_recipe(ctx, checked.recipe, asked)
-            recipes = [base]
-        else:
-            base = with_cache(ctx, asked)
-            recipes, notes = _requested(base, checked, drafting)
-        from specbench.cli.check_run import CheckRequest, check_outputs, prepare_checks
-
-        request = CheckRequest(base, checked.json_output, checked.quiet, chat, progress.console)
-        run: Callable[[], int]
-        if checked.outputs is not None:
-            run = partial(check_outputs, request, checked.outputs, checked.limit)
-        else:
-            prompts, _ = choose_prompts(
-                checked.prompts or ["all"], checked.limit or _DEFAULT_LIMIT, progress=progress
-            )
-            for note in notes:
-                request.note(note)
-            run = prepare_checks(request, prompts, recipes, progress)
-    if code := run():
+    notes: list[str] = []
+    asked = Recipe.of_target(target, caching, decoding, sampling)
+    if checked.recipe is not None:
+        recipes = [row_recipe(ctx, checked.recipe, asked)]
+    else:
+        recipes, notes = _requested(with_cache(ctx, asked), checked, drafting)
+    with starting(checked.quiet):
+        from specbench.cli.check_run import check_outputs, check_recipes
+    if checked.outputs is not None:
+        code = check_outputs(checked, recipes[0], chat)
+    else:
+        code = check_recipes(checked, recipes, notes, chat)
+    if code:
         raise typer.Exit(code)
 
 
 def _requested(
     base: Recipe, checked: CheckedOptions, drafting: opt.PoliciesOptions
 ) -> tuple[list[Recipe], list[str]]:
-    """Return each drafter with each draft policy, and notes on policies that do not apply."""
-    from specbench.bench.axes import parse_gammas
+    """Return each drafter with each draft policy that applies, once with each γ if it takes one, and notes on others.
+
+    Raises:
+        UsageError: A policy applies to no drafter, or is given twice, or none takes a γ.
+    """
+    from specbench.bench.axes import parse_gammas, refuse_repeated
     from specbench.bench.grid import left_out
 
     drafters = [*map(parse_drafter, dict.fromkeys(checked.drafter))] or [default_drafter(base)]
-    policies = requested_policies(
-        drafting.draft_policy,
-        parse_gammas(drafting.gamma) if drafting.gamma is not None else [],
-        greedy=base.sampling.temperature == 0,
-    )
+    starts: Sequence[int | None] = [None] if drafting.gamma is None else parse_gammas(drafting.gamma)
+    usual = default_policy(greedy=base.sampling.greedy, gamma=starts[0])
+    words = [*map(parse_policy, drafting.draft_policy)] or [usual]
+    if not any(isinstance(policy, TakesGamma) for policy in words):
+        words[0].with_gamma(starts[0])  # refuses one
+    policies = [
+        policy.with_gamma(gamma)
+        for policy in words
+        for gamma in (starts if isinstance(policy, TakesGamma) and policy.gamma is None else [None])
+    ]
+    refuse_repeated(policies)
     for policy in policies:
         replace(base, policy=policy).check()
     require_models(base.target, *(part.model for spec in drafters for part in spec.models))
     notes = left_out(base, policies, [drafter for drafter in drafters if not drafter.is_plain])
-    return recipes_of(base, drafters, policies), notes
+    recipes = [
+        replace(base, drafter=drafter, policy=policy)
+        for drafter in drafters
+        for policy in (policies[:1] if drafter.is_plain else policies)
+        if drafter.is_plain or policy.applies(drafter)
+    ]
+    return recipes, notes

@@ -1,4 +1,4 @@
-"""The recipe and the draft policies that a command line asks for."""
+"""The recipe that a command line asks for."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from specbench.models.default import default_drafter
 from specbench.models.find import require_models
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import split_options
-from specbench.specs.policies import TakesGamma, default_policy, parse_policy
+from specbench.specs.policies import default_policy, parse_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import typer
 
     from specbench.cli.options import DraftingOptions
     from specbench.recipe import Recipe
-    from specbench.specs.drafters import DrafterSpec
-    from specbench.specs.policies import PolicySpec
 
 
 @without_collector()  # torch may be imported
@@ -79,34 +75,3 @@ def row_recipe(ctx: typer.Context, row: str, asked: Recipe) -> Recipe:
         changes = {each: getattr(new, each) for each in taken}
         recipe = recipe.with_groups(replace(getattr(recipe, name), **changes))
     return recipe.found_in(Path())
-
-
-def requested_policies(specs: Sequence[str], gammas: Sequence[int], *, greedy: bool) -> list[PolicySpec]:
-    """Return every requested policy, without ``specs`` the default one; one that takes a γ once with each.
-
-    Raises:
-        UsageError: An option that none of the policies takes, or one policy twice.
-    """
-    from specbench.bench.axes import refuse_repeated
-
-    starts: Sequence[int | None] = gammas or [None]
-    words = [*map(parse_policy, specs)] or [default_policy(greedy=greedy, gamma=starts[0])]
-    if gammas and not any(isinstance(policy, TakesGamma) for policy in words):
-        words[0].with_gamma(gammas[0])
-    policies = [
-        policy.with_gamma(gamma)
-        for policy in words
-        for gamma in (starts if isinstance(policy, TakesGamma) and policy.gamma is None else [None])
-    ]
-    refuse_repeated(policies)
-    return policies
-
-
-def recipes_of(base: Recipe, drafters: Sequence[DrafterSpec], policies: Sequence[PolicySpec]) -> list[Recipe]:
-    """Return a recipe for each drafter with each policy that applies to it; any one where nothing is drafted."""
-    return [
-        replace(base, drafter=drafter, policy=policy)
-        for drafter in drafters
-        for policy in (policies[:1] if drafter.is_plain else policies)
-        if drafter.is_plain or policy.applies(drafter)
-    ]

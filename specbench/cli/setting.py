@@ -6,16 +6,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from specbench import kernels
-from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
-from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.translate import TranslatingDrafter
+from specbench.specs.drafters import Grammar
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.loaded import LoadedRecipe
+    from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
     from specbench.options import DecodingOptions
 
@@ -24,14 +23,16 @@ def facts(loaded: LoadedRecipe) -> list[str]:
     """Return what the user should know of the models before reading an output."""
     target, drafter, decoding = loaded.target, loaded.drafter, loaded.recipe.decoding
     lines = [*loaded.notes, *model_notes(target, [drafter], decoding)]
-    if "grammar" in drafter.traits.name.split("+") and decoding.format is None:
+    parts = loaded.recipe.drafter.all_parts()
+    if decoding.format is None and any(isinstance(part, Grammar) for part in parts):
         lines.append("The drafter grammar has no effect without --format.")
     if not target.packed and target.quantization is None and target.scorer.device.type == "cpu":
         lines.append(
             "Packed linear layers are not available on this machine: decoding uses the ordinary, slower ones."
         )
-    for what, scorer in (("Decoding", target.scorer), ("Drafting", _own_scorer(drafter))):
-        if (reason := _without_native_products(scorer)) is not None:
+    for scorer in (target.scorer, *(model.scorer for model in models_of(drafter))):
+        if scorer.device.type == "cpu" and (reason := kernels.why_not(scorer.model)) is not None:
+            what = "Decoding" if scorer is target.scorer else "Drafting"
             lines.append(
                 f"{what} is slower than it could be, because native forward passes are not available: {reason}."
             )
@@ -54,6 +55,12 @@ def model_notes(
     return notes
 
 
+def load_notes(target: Target, drafters: Iterable[LoadedDrafter], decoding: DecodingOptions) -> list[str]:
+    """Return ``model_notes`` behind those on how the target was loaded."""
+    outcomes = [each.outcome for each in drafters]
+    return [*target.language_model.notes, *model_notes(target, outcomes, decoding)]
+
+
 def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
     """Return a sentence for each drafter model with another tokenizer than the target's."""
     loaded = [drafter for drafter in drafters if not isinstance(drafter, SpecbenchError)]
@@ -68,16 +75,3 @@ def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
         " that both have."
         for name, both in found.items()
     ]
-
-
-def _own_scorer(drafter: Drafter) -> Scorer | None:
-    """Return the scorer of a drafter that is a model."""
-    model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
-    return model.scorer if isinstance(model, ChainDrafter) else None
-
-
-def _without_native_products(scorer: Scorer | None) -> str | None:
-    """Return why a model has no native forward passes on a CPU; ``None`` if it has, or could not have them."""
-    if scorer is None or scorer.device.type != "cpu":
-        return None
-    return kernels.why_not(scorer.model)
