@@ -215,7 +215,7 @@ def test_where_speculation_does_not_pay(tune, tmp_path, monkeypatch):
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_loaded(tune, monkeypatch):
-    monkeypatch.setattr(loading, "load_candidates", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "prepare", lambda *_, **__: pytest.fail("loaded"))
     tune("--out", "missing/tuned.toml").refused(2, "cannot be written (No such file", "Give another --out")
 
 

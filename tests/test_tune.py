@@ -188,7 +188,7 @@ class TimedEngine(ScriptedEngine):
 
 
 def all_accepted(
-    sweep: Sweep, outputs: Mapping[str, Sequence[int]], costs: PassCosts
+    sweep: Sweep, outputs: Mapping[str, Sequence[int]], costs: PassCosts, _: object
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Predictions where every draft is accepted."""
     assert outputs
@@ -335,7 +335,7 @@ def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(
     broken = TimedEngine(
         FAST, clock, fails=lambda config, _: RunError("no memory") if config.drafter == "e" else None
     )
-    failing = {"predict": lambda outputs, costs: ({"d@auto": 2.0, "d@4": 1.9}, {"e": "no memory"})}
+    failing = {"predict": lambda *_: ({"d@auto": 2.0, "d@4": 1.9}, {"e": "no memory"})}
     found = search(tmp_path / "one", broken, sweep, clock, **failing)
     assert found.left_out["e@auto"] == "failed: no memory"
     assert found.race.leader == "d@auto"

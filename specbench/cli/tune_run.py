@@ -7,14 +7,13 @@ import sys
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 import typer
 
-from specbench.base.errors import RunError, UsageError
-from specbench.base.files import file_errors, reason, require_writable
+from specbench.base.errors import UsageError
+from specbench.base.files import file_errors, require_writable
 from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted, terminal_safe
@@ -39,6 +38,7 @@ from specbench.tune.candidates import GAMMAS, rules_to_try, with_policies
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from specbench.base.load import LoadSnapshot
     from specbench.base.record import Json
     from specbench.bench.engines.launched import LaunchedEngine
     from specbench.bench.engines.own import ModelEngine
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from specbench.decoding.theory import PassCosts
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
     from specbench.results.run import Tuning, TuningAnswer
+    from specbench.results.summary import Summary
     from specbench.tune.race import Race
     from specbench.tune.search import Search
 
@@ -109,43 +110,34 @@ def tune_models(
         engine, configs = cast("ModelEngine", session.engine), session.sweep.configs
         if search.minutes is not None or search.resume:  # they are for what comes after loading
             began = clock.now()
+
+        def predict(
+            outputs: Mapping[str, Sequence[int]], costs: PassCosts, report: Callable[..., None]
+        ) -> tuple[dict[str, float], dict[str, str]]:
+            found, failed = predict_rows(engine, session.sweep, configs[0], outputs, costs, report)
+            return with_policies(configs, {name: each.speedup.value for name, each in found.items()}), failed
+
         notes = [*session.notes, *drafter_notes(each.outcome for each in engine.drafters)]
-
-        def choose(searching: Search) -> Tuning:
-            def predict(
-                outputs: Mapping[str, Sequence[int]], costs: PassCosts
-            ) -> tuple[dict[str, float], dict[str, str]]:
-                found, failed = predict_rows(
-                    engine, session.sweep, configs[0], outputs, costs, searching.report
-                )
-                speedups = {name: each.speedup.value for name, each in found.items()}
-                return with_policies(configs, speedups), failed
-
-            return predicted.choose(searching, predict, longer=search.minutes is None)
-
-        job = TuneJob(session, quiet)
-        progress = stack.enter_context(StageProgress(quiet, animated=False))
-        job.say_at_start(start, notes, "" if search.resume else None)
-        needed = asked_for(configs, engine, given, default_drafter(base))
-        answer, searching = job.search(
-            choose,
+        job = TuneJob(session, search, start, notes)
+        job.run(
+            partial(predicted.choose, predict=predict, longer=search.minutes is None),
             {row.id: row.drafter for row in configs},
-            needed,
+            asked_for(configs, engine, given, default_drafter(base)),
             began,
             60 * (search.minutes or MINUTES),
-            progress,
+            stack.enter_context(StageProgress(quiet, animated=False)),
         )
-    written = _write_configuration(job, answer, searching, search.out)
+    written = job.write_configuration()
     lines = [f"Decode:  {command}"] if (command := job.command()) else []
     facts: Json = {"configuration": str(search.out) if written else None}
-    if searching.race.verdict == "faster":
+    if job.search.race.verdict == "faster":
         facts["export"] = job.export_command(search.for_engine or "vllm")
         other = "" if search.for_engine else "  (or another engine)"
         lines.append(f"Deploy:  specbench serve, or {facts['export']}{other}")
-    provisional = " (provisional)" if answer.provisional else ""
+    provisional = " (provisional)" if job.answer.provisional else ""
     commands = "generate, chat, serve, sweep and check"
     saved = f"Saved: {search.out}{provisional}, which {commands} read in this folder or with --config."
-    job.show(answer, searching, search, lines, facts, [saved] if written else [])
+    job.show(lines, facts, [saved] if written else [])
 
 
 def tune_engine(
@@ -183,17 +175,16 @@ def tune_engine(
             if each.family and each.family not in planned.engine.ngrams:
                 named.setdefault(each.family, []).append(name)
         made = cast("LaunchedEngine", session.engine)
-        job = TuneJob(session, quiet)
-        job.say_at_start(start, (), "" if search.resume else None)
-        answer, searching = job.search(
+        job = TuneJob(session, search, start)
+        job.run(
             partial(tries.choose, settings=settings), {name: each.family for name, each in settings.items()},
             named, began, 60 * search.minutes, progress, made,
         )  # fmt: skip
         said = made.summary()
-    command, needs = planned.start_command(settings[answer.choice]), list(settings[answer.choice].needs)
+    chosen = settings[job.answer.choice]
+    command, needs = planned.start_command(chosen), list(chosen.needs)
     facts = {"engine": planned.engine.name, "command": command, "needs": needs}
-    lines = [*needs, f"Start:  {shlex.join(command)}"]
-    job.show(answer, searching, search, lines, facts, [said] if said else [])
+    job.show([*needs, f"Start:  {shlex.join(command)}"], facts, [said] if said else [])
 
 
 def _opened(
@@ -215,56 +206,65 @@ def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
 
 
 class TuneJob(RunJob):
-    """A search for the fastest configuration."""
+    """A search for the fastest configuration. After ``run`` it has the search, its answer, and the run's summary."""
 
-    def search(
+    search: Search
+    answer: TuningAnswer
+    summary: Summary
+
+    def __init__(
+        self, session: Session, asked: SearchOptions, start: LoadSnapshot, notes: Sequence[str] = ()
+    ) -> None:
+        super().__init__(session, asked.quiet)
+        self.asked = asked
+        self.say_at_start(start, notes, "" if asked.resume else None)
+
+    def run(
         self,
         choose: Callable[[Search], Tuning],
         families: Mapping[str, str],
-        asked: Mapping[str, Collection[str]],
+        needed: Mapping[str, Collection[str]],
         began: float,
         seconds: float,
         progress: StageProgress,
         servers: LaunchedEngine | None = None,
-    ) -> tuple[TuningAnswer, Search]:
+    ) -> None:
         """Search, show the race, and store the answer in the run for reports and exports.
 
         After an interrupt, a race with a complete block gives the best so far.
         """
         from specbench.results.results import load_results
+        from specbench.results.summary import Summary
         from specbench.tune.answer import find_answer
         from specbench.tune.search import Search
 
         until = began + seconds - max(_ENDING_S, _ENDING_SHARE * seconds)
         sweep, store = self.session.sweep, self.session.store
         labels, ended = {config.id: config.label for config in sweep.configs}, False
-        search = Search(
+        self.search = Search(
             sweep, store, self.session.engine, choose, families, clock=WallClock(), seconds=seconds, until=until,
-            asked=asked, servers=servers, progress=progress,
+            asked=needed, servers=servers, progress=progress,
         )  # fmt: skip
         try:
-            for race in search.measure():
-                progress.update("racing", 0, None, note=race_state(race, labels, search.left_s))
-            ended = search.race.ending != "interrupted"
+            for race in self.search.measure():
+                progress.update("racing", 0, None, note=race_state(race, labels, self.search.left_s))
+            ended = self.search.race.ending != "interrupted"
         finally:
             if not ended:
                 self.say(
                     f"Measurements are in {self.folder}; to continue, run the same command with --results"
                     f" {shlex.quote(str(self.folder))} --resume."
                 )
-        answer = find_answer(search, load_results(self.folder))
+        self.answer = find_answer(self.search, load_results(self.folder))
         assert store.run.tuning is not None
-        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=answer))
-        return answer, search
+        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=self.answer))
+        self.summary = Summary(load_results(self.folder))
 
     def command(self) -> str:
         """Return the command that decodes with the winner, with models as the user typed them."""
-        from specbench.results.results import load_results
-        from specbench.results.summary import Summary
         from specbench.show.answer import find_answers
 
-        results = load_results(self.folder)
-        (answer,) = find_answers(Summary(results), self.recipes)
+        (answer,) = find_answers(self.summary, self.recipes)
         return answer.command
 
     def export_command(self, engine: str) -> str:
@@ -279,34 +279,43 @@ class TuneJob(RunJob):
             words += ["--model", source]
         return shlex.join(words)
 
-    def show(
-        self,
-        answer: TuningAnswer,
-        search: Search,
-        asked: SearchOptions,
-        lines: Sequence[str],
-        facts: Json,
-        said: Sequence[str],
-    ) -> None:
+    def write_configuration(self) -> bool:
+        """Write the configuration file; return whether the answer can be expressed in one."""
+        from specbench.tune.answer import fixed_gamma
+
+        recipe, out = self.recipes[self.answer.choice], self.asked.out
+        gamma = fixed_gamma(self.search, self.answer.choice)
+        usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
+        try:
+            config, note = config_from_recipe(recipe, provisional=self.answer.provisional, fixed_gamma=gamma)
+        except UsageError as error:
+            self.say(f"note: {out} is not written: {error}")
+            return False
+        hint = f"Measurements are in {str(self.folder)!r}; give another --out with --resume."
+        with file_errors(f"{str(out)!r} cannot be written", hint):
+            write_config(out, config.without("cache") if recipe.caching.cache == usual else config)
+        if note:
+            self.say(f"note: {note}")
+        return True
+
+    def show(self, lines: Sequence[str], facts: Json, said: Sequence[str]) -> None:
         """Write and print the answer with more lines, or as JSON with more facts; then what is ``said`` at the end.
 
         Raises:
             typer.Exit: The search was interrupted.
         """
-        from specbench.results.results import load_results
-        from specbench.results.summary import Summary
         from specbench.show.document import to_markdown
         from specbench.show.tables import summary_sheet
         from specbench.tune.answer import answer_parts, answer_text, as_json
 
-        summary = Summary(load_results(self.folder))
+        answer, search = self.answer, self.search
         kept = [] if self.recipes else lines  # commands name the folders of models
-        parts = [to_markdown(*answer_parts(answer, search)), *kept, to_markdown(summary_sheet(summary))]
-        self.write_summary(summary, "\n\n".join(parts))
-        if asked.json_output:
+        parts = [to_markdown(*answer_parts(answer, search)), *kept, to_markdown(summary_sheet(self.summary))]
+        self.write_summary(self.summary, "\n\n".join(parts))
+        if self.asked.json_output:
             write_json({**as_json(answer, search), **facts, "results": str(self.folder)})
         else:
-            text = answer_text(answer, search, lines, verbose=asked.verbose)
+            text = answer_text(answer, search, lines, verbose=self.asked.verbose)
             write_out(broken(terminal_safe(text), sys.stdout))
         for warning in search.warnings:
             self.warn(warning)
@@ -315,28 +324,3 @@ class TuneJob(RunJob):
             self.say(line)
         if search.race.ending == "interrupted":
             raise typer.Exit(exit_code_of_interrupt())
-
-
-def _write_configuration(job: TuneJob, answer: TuningAnswer, search: Search, out: Path) -> bool:
-    """Write the configuration file; return whether the answer can be expressed in one."""
-    from specbench.tune.answer import fixed_gamma
-
-    recipe = job.recipes[answer.choice]
-    usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
-    try:
-        config, note = config_from_recipe(
-            recipe, provisional=answer.provisional, fixed_gamma=fixed_gamma(search, answer.choice)
-        )
-    except UsageError as error:
-        job.say(f"note: {out} is not written: {error}")
-        return False
-    try:
-        write_config(out, config.without("cache") if recipe.caching.cache == usual else config)
-    except OSError as error:
-        raise RunError(
-            f"{str(out)!r} cannot be written ({reason(error)}).",
-            f"Measurements are in {str(job.folder)!r}; give another --out with --resume.",
-        ) from error
-    if note:
-        job.say(f"note: {note}")
-    return True

@@ -52,6 +52,7 @@ def find_answer(search: Search, results: Results) -> TuningAnswer:
     """
     race, rows = search.race, search.rows
     disturbed = results.disturbance.partition(": ")[2]
+    disturbed = disturbed[:1].upper() + disturbed[1:]
     if not race.blocks:
         return _predicted_answer(search, disturbed)
     leader, verdict, best = race.leader, race.verdict, _best_drafting(race)
@@ -103,12 +104,8 @@ def _predicted_answer(search: Search, disturbed: str) -> TuningAnswer:
         headline += "plain decoding."
     details = ["More time compares them: --resume --minutes N."]
     if disturbed:
-        details.append(f"{_capitalized(disturbed)} A quiet machine takes less time.")
+        details.append(f"{disturbed} A quiet machine takes less time.")
     return TuningAnswer(headline=headline, details=details, choice=best, provisional=True, measured={})
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _above(race: Race) -> str:
@@ -139,12 +136,6 @@ def _missing(search: Search) -> list[str]:
     return [what for what, names in search.needs(search.predicted).items() if able.isdisjoint(names)]
 
 
-def _near_leader(race: Race) -> list[str]:
-    """Return the drafting candidates whose measured speed is within the margin of the leader's."""
-    others = [name for name in _measured_to_the_end(race) if name != race.leader]
-    return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
-
-
 def _details(search: Search, disturbed: str) -> Iterator[str]:
     """Yield sentences, the first three of which belong to every answer: what was raced, and what was not."""
     race = search.race
@@ -155,7 +146,8 @@ def _details(search: Search, disturbed: str) -> Iterator[str]:
     leader = _described(search.rows[race.leader])
     near = [
         f"{_described(search.rows[name])} ({stats.ratio_text(race.ratio(name, race.leader))})"
-        for name in _near_leader(race)
+        for name in _measured_to_the_end(race)
+        if name != race.leader and race.ratio(name, race.leader).value >= 1.0 - MARGIN
     ]
     if near:
         yield f"Within 5% of {leader}: {listed(near, _NAMED)}."
@@ -165,10 +157,10 @@ def _details(search: Search, disturbed: str) -> Iterator[str]:
     if search.tokens is not None:
         yield f"The target is slow, so outputs were cut after {counted(search.tokens, 'token')}."
     if disturbed and race.verdict == "open":
-        yield f"{_capitalized(disturbed)} A quiet machine needs less time."
+        yield f"{disturbed} A quiet machine needs less time."
     elif disturbed:
         yield (
-            f"{_capitalized(disturbed)} Candidates were measured in turn and corrected for disturbances of single"
+            f"{disturbed} Candidates were measured in turn and corrected for disturbances of single"
             " generations, so the choice stands; the figures are those of a busy machine."
         )
     if race.leader != race.plain and len(_measured_to_the_end(race)) > 1:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from specbench.export.engine import ExportEngine
     from specbench.options import CacheKind, ModelOptions
     from specbench.rows import Row
-    from specbench.specs.models import ModelSpec
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 
@@ -49,60 +48,62 @@ class Candidates:
         check_engine(self.base, self.given, options, progress)
         sources = describe_models(self.base, self.given)
         folder, formatted = folder_of(sources["target"]), options.decoding.format is not None
-        engine, cache, notes = load_candidates(
-            self.base.target, self.given, self.base.models, formatted=formatted, only=self.only, progress=progress
-        )  # fmt: skip
+        engine, cache, notes = self._load(formatted, progress)
         base = replace(self.base, caching=replace(self.base.caching, cache=cache))
-        rows = configurations(options, engine, base, self.only)
-        yield Opened(engine, options, rows, folder, sources, notes)
+        yield Opened(engine, options, self._rows(options, engine, base), folder, sources, notes)
 
+    def _load(self, formatted: bool, progress: Progress | None) -> tuple[ModelEngine, CacheKind, list[str]]:
+        """Load the target and all drafters to try, behind ``grammar`` if outputs are ``formatted``.
 
-def load_candidates(
-    target: ModelSpec,
-    given: Sequence[DrafterSpec],
-    models: ModelOptions,
-    *,
-    formatted: bool = False,
-    only: ExportEngine | None = None,
-    progress: Progress | None = None,
-) -> tuple[ModelEngine, CacheKind, list[str]]:
-    """Load the target and all drafters to try. One that does not fit into memory raises its error when it is used.
+        One that does not fit into memory raises its error when it is used.
 
-    Returns:
-        The engine that decodes with them, the kind of KV cache, and notes for the user.
+        Returns:
+            The engine that decodes with them, the kind of KV cache, and notes for the user.
+        """
+        models = self.base.models
+        loaded, _ = prepare(self.base.target, (), models, progress=progress)
+        model = loaded.language_model.model
+        kind = default_cache(model.config, quantized=loaded.quantization is not None)
+        forms = [] if self.only else _own_forms(models, sum(each.numel() for each in model.parameters()))
+        notes = [note for note in (loaded.language_model.slower,) if note]
+        loader = DrafterLoader(cache=kind, progress=progress, allow_pickle=models.allow_pickle)
+        own = [Mtp()] if has_mtp_layers(self.base.target) else []
 
-    Args:
-        given: Drafters that the user gives, already checked (``check_engine``).
-        formatted: Whether outputs have a format.
-        only: Only drafters that this engine supports are tried.
+        def candidates(forms: Sequence[SelfForm]) -> list[DrafterSpec]:
+            tried = drafters_to_try([*self.given, *own], forms, formatted=formatted)
+            return [each for each in tried if self.only is None or self.only.exports(each)]
 
-    Raises:
-        UsageError: A given drafter does not fit the target, for example.
-        RunError: The target could not be loaded.
-    """
-    loaded, _ = prepare(target, (), models, progress=progress)
-    model = loaded.language_model.model
-    kind = default_cache(model.config, quantized=loaded.quantization is not None)
-    forms = [] if only else _own_forms(models, sum(each.numel() for each in model.parameters()))
-    notes = [note for note in (loaded.language_model.slower,) if note]
-    loader = DrafterLoader(cache=kind, progress=progress, allow_pickle=models.allow_pickle)
-    own = [Mtp()] if has_mtp_layers(target) else []
+        try:
+            drafters = prepare_drafters(loaded, candidates(forms), loader)
+        except UsageError as error:
+            if not forms:
+                raise
+            notes.append(f"Forms of the target are left out: {error.message}")
+            drafters = prepare_drafters(loaded, candidates([]), loader)
+        small = _in_int4(drafters)
+        if small and is_available():  # where int4 is fast
+            drafters += prepare_drafters(loaded, small, loader)
+        return ModelEngine(loaded, drafters), kind, notes
 
-    def candidates(forms: Sequence[SelfForm]) -> list[DrafterSpec]:
-        tried = drafters_to_try([*given, *own], forms, formatted=formatted)
-        return [each for each in tried if only is None or only.exports(each)]
-
-    try:
-        drafters = prepare_drafters(loaded, candidates(forms), loader)
-    except UsageError as error:
-        if not forms:
-            raise
-        notes.append(f"Forms of the target are left out: {error.message}")
-        drafters = prepare_drafters(loaded, candidates([]), loader)
-    small = _in_int4(drafters)
-    if small and is_available():  # where int4 is fast
-        drafters += prepare_drafters(loaded, small, loader)
-    return ModelEngine(loaded, drafters), kind, notes
+    def _rows(self, options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[Row]:
+        """Return the grid of all loaded drafters, or what an engine supports of it."""
+        only = self.only
+        names = {
+            each.name for each in engine.drafters if only is None or only.exports(each.spec, each.training)
+        }
+        return [
+            each
+            for each in engine.configs(options, base)
+            if each.recipe is not None
+            and (
+                each.policy is None
+                or (
+                    is_tried(each.policy, each.recipe.drafter)
+                    and each.drafter in names
+                    and (only is None or each.policy.word in ("fixed", *only.policies))
+                )
+            )
+        ]
 
 
 def _as_int4(part: DrafterSpec) -> DrafterSpec:
@@ -133,29 +134,6 @@ def _own_forms(models: ModelOptions, parameters: int) -> list[SelfForm]:
         return []
     forms = [_INT8, _INT4] if is_available() else [_INT8]
     return forms if len(forms) * parameters <= available_memory() else []
-
-
-# -- configurations --------------------------------------------------------------------------------
-
-
-def configurations(
-    options: SweepOptions, engine: ModelEngine, base: Recipe, only: ExportEngine | None = None
-) -> list[Row]:
-    """Return the grid of all loaded drafters, or what an engine supports of it."""
-    names = {each.name for each in engine.drafters if only is None or only.exports(each.spec, each.training)}
-    return [
-        each
-        for each in engine.configs(options, base)
-        if each.recipe is not None
-        and (
-            each.policy is None
-            or (
-                is_tried(each.policy, each.recipe.drafter)
-                and each.drafter in names
-                and (only is None or each.policy.word in ("fixed", *only.policies))
-            )
-        )
-    ]
 
 
 def asked_for(

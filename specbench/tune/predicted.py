@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from specbench.tune.search import Search
 
 Predict: TypeAlias = Callable[
-    [Mapping[str, Sequence[int]], "PassCosts"], tuple[Mapping[str, float], Mapping[str, str]]
+    [Mapping[str, Sequence[int]], "PassCosts", Callable[..., None]],
+    tuple[Mapping[str, float], Mapping[str, str]],
 ]
 """Returns predicted speedups over plain decoding, by id, from its outputs by prompt and from times of passes; and
-errors by drafter."""
+errors by drafter. The last argument receives progress."""
 
 _COST_ROUNDS = 3
 """Rounds of timing single passes, if these are short."""
@@ -65,7 +66,7 @@ def choose(search: Search, predict: Predict, *, longer: bool = False) -> Tuning:
     costs = _measure_costs(search)
     search.tokens = _affordable(search, costs.target_s.get(1, 0.0), longer=longer)
     plain = _decode_plainly(search, longer=longer)
-    predicted, failed = predict({name: each.token_ids for name, each in plain.items()}, costs)
+    predicted, failed = predict({name: each.token_ids for name, each in plain.items()}, costs, search.report)
     plain_s = fmean(each.decode_s for each in plain.values())
     first_s = fmean(each.ttft_s for each in plain.values())
     needed = best_of_each(search.needs(predicted), predicted)
