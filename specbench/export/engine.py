@@ -109,7 +109,12 @@ class ExportEngine(ABC):
         """
         head = self._head(setting)
         if not self.supports(setting.drafter):
-            raise self.unsupported(setting)
+            trained = "" if setting.head is None else " with a trained head"
+            raise _refusal(
+                f"{self.title} does not support the drafter {setting.drafter}{trained}. Supported:"
+                f" {self.describe_drafters()}.",
+                served=bool(trained),
+            )
         for model in setting.models:
             refuse_adapter(model)
         export = Export(needs=[*_model_needs(setting)], missing=[*self._missing(setting)])
@@ -145,15 +150,6 @@ class ExportEngine(ABC):
         heads = [HEAD_KINDS[kind] for kind in self.heads]
         found = [names.get(kind, kind.word) for kind in self.drafters]
         return ", ".join([*found, f"heads ({', '.join(dict.fromkeys(heads))})"] if heads else found)
-
-    def unsupported(self, setting: Setting) -> UsageError:
-        """Return the error for a drafter that is not supported."""
-        head = "" if setting.head is None else " with a trained head"
-        return _refusal(
-            f"{self.title} does not support the drafter {setting.drafter}{head}. Supported:"
-            f" {self.describe_drafters()}.",
-            served=bool(head),
-        )
 
     def _head(self, setting: Setting) -> HeadSupport | None:
         """Return how the trained head of a setting is loaded; ``None`` without one.
@@ -221,9 +217,8 @@ def _model_needs(setting: Setting) -> Iterator[str]:
             yield f"{location(model)}: replace it by the model's folder, file or hub id."
 
 
-def request_notes(setting: Setting) -> list[str]:
-    """Return notes on options that clients of a server have to send with each request."""
-    return [f"Requests without a temperature get the server's default instead of {setting.temperature:g}."]
+def request_note(setting: Setting) -> str:
+    return f"Requests without a temperature get the server's default instead of {setting.temperature:g}."
 
 
 def floating(dtype: str | None, name: str) -> dict[str, str]:

@@ -15,28 +15,21 @@ from specbench.export.setting import MeasuredSetting, Setting
 
 
 def export_fastest(engine: ExportEngine, settings: Sequence[Setting]) -> tuple[Setting, Export]:
-    """Export the fastest setting that an engine supports.
-
-    Args:
-        engine: The engine.
-        settings: Settings of a run, the fastest first.
-
-    Returns:
-        The setting, and its export.
+    """Export the fastest setting of a run that an engine supports; ``settings`` has the fastest first.
 
     Raises:
         UsageError: The engine supports none of the settings.
     """
-    first = settings[0].measured
+    first, what = settings[0].measured, ""
     for each in settings:
         setting = engine.nearest(each)
         try:
             export = engine.export(setting)
-        except UsageError:
+        except UsageError as error:
+            what = what or error.message
             continue
         return replace(setting, instead_of=None if setting.measured is first else first), export
     drafters = dict.fromkeys(str(setting.drafter) for setting in settings)
-    what = engine.unsupported(settings[0]).message
     if len(drafters) > 1:
         what = (
             f"{engine.title} supports none of the measured drafters: {', '.join(drafters)}. Supported:"

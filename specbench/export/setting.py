@@ -199,13 +199,31 @@ class RunSettings:
                     f"The run {self._name} has no model folder or file {one_line(path)!r}.", known
                 )
 
-    def all(self) -> Sequence[Setting]:
-        """Return the settings at the first temperature, the fastest first.
+    def all(self) -> list[Setting]:
+        """Return the settings at the first temperature, as `specbench tune` ranked them, else the fastest first.
 
         Raises:
             UsageError: There is none.
         """
-        return [self._setting(row) for row in self._fastest_first()]
+        measured = [row for row in self._rows if row.config.kind == "speculative" and row.measured]
+        if not measured:
+            raise UsageError(
+                f"The run {self._name} has no complete measurement of speculative decoding.",
+                "Resume it, or measure some.",
+            )
+        # `specbench tune` measures the slower ones on few prompts.
+        ranking = [] if self._run.tuning is None else self._run.tuning.ranking
+        places = {config: place for place, config in enumerate(ranking)}
+        first = measured[0].config.condition.temperature
+        rows = [row for row in measured if row.config.condition.temperature == first]
+        rows.sort(
+            key=lambda row: (
+                places.get(row.config.id, len(places)),
+                row.config.id not in self._winners,
+                -row.speedup.value,
+            )
+        )
+        return [self._setting(row) for row in rows]
 
     def get(self, name: str) -> Setting:
         """Return a setting by its table name or id.
@@ -225,30 +243,6 @@ class RunSettings:
             )
         return self._setting(found)
 
-    def _fastest_first(self) -> list[Figures]:
-        """Return the rows of the first temperature, as `specbench tune` ranked them, else by speedup."""
-        measured = [row for row in self._rows if row.config.kind == "speculative" and row.measured]
-        if not measured:
-            raise UsageError(
-                f"The run {self._name} has no complete measurement of speculative decoding.",
-                "Resume it, or measure some.",
-            )
-        # `specbench tune` measures the slower ones on few prompts.
-        ranking = [] if self._run.tuning is None else self._run.tuning.ranking
-        places = {config: place for place, config in enumerate(ranking)}
-        return sorted(
-            (
-                row
-                for row in measured
-                if row.config.condition.temperature == measured[0].config.condition.temperature
-            ),
-            key=lambda row: (
-                places.get(row.config.id, len(places)),
-                row.config.id not in self._winners,
-                -row.speedup.value,
-            ),
-        )
-
     def _setting(self, row: Figures) -> Setting:
         """Return the setting of a row.
 
@@ -258,7 +252,14 @@ class RunSettings:
         assert config.recipe is not None
         gamma, reason, fixed = config.gamma or 1, "", None
         if not isinstance(config.policy, Fixed):
-            same = self._with_fixed_gamma(row)
+            same = [
+                other
+                for other in self._rows
+                if other.measured
+                and other.config.kind == "speculative"
+                and other.config.gamma is not None
+                and (other.config.drafter, other.config.condition) == (config.drafter, config.condition)
+            ]
             if same:
                 fixed = self._setting(max(same, key=lambda other: other.speedup.value))
                 gamma, reason = fixed.gamma, "the fastest that was measured with this drafter"
@@ -269,6 +270,8 @@ class RunSettings:
                     max(1, round(mean)),
                     f"the mean accepted length, {mean:.1f} tokens; no fixed γ was measured with this drafter",
                 )
+        sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
+        best = config.id in self._winners
         recipe = config.recipe.with_models(self._placed)
         dtype: Any = self._run.target.dtype or "auto"
         of_target = any(isinstance(model, Mtp) for model in recipe.drafter.models)
@@ -277,27 +280,10 @@ class RunSettings:
             gamma=gamma,
             gamma_from=reason,
             drafter_dtype=None if config.loaded is None else config.loaded.dtype,
-            measured=self._measured(row),
+            measured=MeasuredSetting(config.id, config.label, row.speedup, "faster" if best else sure, best),
             fixed=fixed,
             head=None if of_target else self._run.heads.get(config.drafter),
         )
-
-    def _measured(self, row: Figures) -> MeasuredSetting:
-        sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
-        best = row.config.id in self._winners
-        return MeasuredSetting(row.config.id, row.config.label, row.speedup, "faster" if best else sure, best)
-
-    def _with_fixed_gamma(self, row: Figures) -> list[Figures]:
-        """Return the measured rows of the same drafter that have a fixed γ, under the same condition."""
-        config = row.config
-        return [
-            other
-            for other in self._rows
-            if other.measured
-            and other.config.gamma is not None
-            and (other.config.drafter, other.config.condition) == (config.drafter, config.condition)
-            and other.config.kind == "speculative"
-        ]
 
     def _placed(self, model: ModelSpec) -> ModelSpec:
         """Return a model with its path, where that is given."""

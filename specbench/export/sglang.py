@@ -84,7 +84,7 @@ class SGLang(StartedEngine):
         export.differs += [
             f"--speculative-num-draft-tokens counts verified tokens: γ = {setting.gamma} and the token before them.",
             "With speculation it decodes 48 requests at a time unless --max-running-requests is given.",
-            *engine.request_notes(setting),
+            engine.request_note(setting),
         ]
         export.check = (
             "meta_info of an answer of /generate has spec_verify_ct and spec_accept_length, the tokens per step; 1.0"

@@ -65,7 +65,7 @@ class TensorRTLLM(engine.ExportEngine):
         export.differs += [
             f"γ is {gamma}, without the bonus token, at every batch size; max_concurrency switches drafts off above the"
             " batch size where they stop paying.",
-            *engine.request_notes(setting),
+            engine.request_note(setting),
         ]
         export.check = (
             "The server's log names the speculative configuration at its start. Then compare the time of an answer with"

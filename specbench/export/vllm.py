@@ -100,7 +100,7 @@ class VLLM(StartedEngine):
         export.differs += [
             "γ is num_speculative_tokens, without the bonus token, at every batch size. Drafts stop paying in large"
             " batches; num_speculative_tokens_per_batch_size sets γ by batch size.",
-            *engine.request_notes(setting),
+            engine.request_note(setting),
         ]
         export.check = (
             "curl -s localhost:8000/metrics | grep vllm:spec_decode: num_drafts, num_draft_tokens and"
