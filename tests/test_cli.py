@@ -31,7 +31,6 @@ from specbench.base.errors import RunError
 from specbench.base.machine import processor_name
 from specbench.base.textsafe import terminal_safe
 from specbench.cli import run
-from specbench.cli.summary import Advice
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.verify import Verification, verification_of
 from specbench.specs.drafters import DRAFTERS
@@ -133,26 +132,6 @@ def test_compare_refuses_a_drafter_that_has_learnt_the_answer(tiny, drafter):
         2, "carries counts from one generation", "Leave keep out"
     )
     assert tiny("the thing", "-n", 4, "--drafter", drafter).code == 0
-
-
-@pytest.mark.parametrize(
-    ("drafter", "other"),
-    [
-        ("ngram", "lookup+self:int8"),
-        ("lookup+self:layers=1", "lookup"),
-        ("FOLDER", "lookup+FOLDER"),
-        ("none", ""),
-    ],
-)
-def test_another_drafter_is_advised(tiny, folder, monkeypatch, drafter, other):
-    found: list[Advice] = []
-    monkeypatch.setattr(
-        "specbench.cli.one_prompt.show_summary", lambda figures, *, advice, **_: found.append(advice)
-    )
-    result = tiny("--drafter", drafter.replace("FOLDER", str(folder)), "--gamma", 2, "-n", 3, "it's")
-    assert result.code == 0, result.err
-    assert found[0].policy == ("--draft-policy auto" if other else "")
-    assert found[0].drafter == (f"--drafter {other.replace('FOLDER', str(folder))}" if other else "")
 
 
 def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny, monkeypatch):
@@ -340,15 +319,13 @@ def test_version_for_a_bug_report(cli):
     assert cli("--verbose", "drafters").code == 2
 
 
-def test_drafters_lists_every_word_and_option_within_80_columns(cli, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_drafters_lists_every_word_and_option(cli):
     lines = cli("drafters").out.splitlines()
-    assert max(map(len, lines)) <= 80
     for kind in DRAFTERS:
-        start = next(number for number, line in enumerate(lines) if line.startswith(f"{kind.word} "))
+        start = lines.index(kind.word)
         block = lines[start : lines.index("", start)]
         for option in kind.options():
-            assert any(line.startswith(f"{' ' * 10}{option.syntax} ") for line in block), option
+            assert any(line.startswith(f"  {option.syntax} ") for line in block), option
 
 
 # --- Bad input ------------------------------------------------------------------------------------

@@ -87,7 +87,9 @@ CASES = [
     for commands, options, others, _ in rows
     for command in commands.split()
     for each in options
-    for name in ([each] if isinstance(each, str) else [field.name for field in fields(each)])
+    for name in (
+        [each] if isinstance(each, str) else [field.name for field in fields(each) if field.metadata]
+    )
 ]
 
 

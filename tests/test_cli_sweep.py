@@ -247,7 +247,7 @@ def planned(cli, models, tmp_path, monkeypatch) -> Callable[..., Sweep]:
     found: list[Sweep] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "specbench.cli.sweep_run.run_session", lambda session, *_: found.append(session.sweep)
+        "specbench.cli.sweep_run.run_session", lambda session, *_, **__: found.append(session.sweep)
     )
 
     def plan(*arguments: object) -> Sweep:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +9,8 @@ import typer
 
 from specbench.base.errors import RunError, UsageError, unknown
 from specbench.base.textsafe import counted
-from specbench.cli.console import say
-from specbench.cli.options import output
+from specbench.cli.console import say, write_json, write_parts
+from specbench.cli.options import JsonOption
 from specbench.options import panel
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def compare(
             " of the time.",
         ),
     ] = None,
-    as_json: Annotated[bool, output("--json", "Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare two runs, or two rows: A / B with its 95% interval, and whether A is faster."""
     if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):
@@ -54,15 +53,12 @@ def compare(
 
     from specbench.results.compare import to_json
     from specbench.show.compare import comparison_parts
-    from specbench.show.document import show
 
     compared = _comparison(sides, metric)
     if as_json:
-        typer.echo(json.dumps(to_json(compared, fail_below), indent=1, allow_nan=False))
+        write_json(to_json(compared, fail_below))
     else:
-        from rich.console import Console
-
-        show(Console(highlight=False), *comparison_parts(compared))
+        write_parts(*comparison_parts(compared))
     if fail_below is None:
         return
     unjudged = sum(row.ratio.basis != "prompts" for row in compared.overall)

@@ -6,20 +6,17 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.cli.console import say
 from specbench.specs.models import split_options
 from specbench.specs.policies import Fixed, parse_policy
 
-if TYPE_CHECKING:
-    from specbench.config import Config
-
 NO_FILE = "none"
 """What ``--config`` takes in place of a file, to read none."""
 
-_LENGTH = {"draft_policy", "gamma"}
+_DRAFTING = {"drafter", "draft_policy", "gamma"}
 
 
 def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
@@ -43,8 +40,12 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     if target is not None and split_options(asked)[0].name != split_options(target)[0].name:
         say(f"{path} is for the target {target} and is left out.")
         return {}
-    config = _left(config, given)
-    options = _options(config)
+    options = {name: value for name, value in config.given.items() if name not in given}
+    if not _DRAFTING.isdisjoint(given):  # it is the policy of its own drafter
+        options.pop("draft_policy", None)
+    policy = parse_policy(options.get("draft_policy", "auto"))
+    if isinstance(policy, Fixed) and policy.gamma is not None:
+        options |= {"draft_policy": str(replace(policy, gamma=None)), "gamma": str(policy.gamma)}
     if target is not None:
         dtype = target.partition(":")[2] if "dtype" not in given and not split_options(asked)[1] else ""
         model = asked if "target" in given else target.partition(":")[0]
@@ -53,7 +54,7 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     if "config" not in given:
         used = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
         say(f"{path} sets {used or 'nothing'} (leave it out with --config none)")
-    if config.provisional and "drafter" in config.given:
+    if config.provisional and "drafter" in options:
         say(f"{path} {PROVISIONAL}")
     return {name: [value] if name in lists else value for name, value in options.items()}
 
@@ -100,25 +101,3 @@ def options_of_run(command: Any, ctx: Any, args: Sequence[str]) -> list[str]:
             flag = option.secondary_opts[0] if each is False else option.opts[0]
             found += [flag] if isinstance(each, bool) else [flag, str(each)]
     return found
-
-
-def _left(config: Config, given: Collection[str]) -> Config:
-    """Return the part of a configuration that applies; without its drafter, its draft policy does not apply either."""
-    taken = {name for name in config.given if name in given}
-    if "drafter" in given:
-        taken |= {"draft_policy"}
-    if not _LENGTH.isdisjoint(given):
-        taken |= {"draft_policy"}
-    return config.without(*taken)
-
-
-def _options(config: Config) -> dict[str, str]:
-    """Return the options of a configuration by name; the γ of a fixed policy becomes the option for γ."""
-    policy = parse_policy(config.given.get("draft_policy", "auto"))
-    if not isinstance(policy, Fixed) or policy.gamma is None:
-        return dict(config.given)
-    return {
-        **config.given,
-        "draft_policy": str(replace(policy, gamma=None)),
-        "gamma": str(policy.gamma),
-    }

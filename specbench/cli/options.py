@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from copy import copy
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -31,18 +30,12 @@ DEFAULT_TARGET = "smollm2-135m"
 class Fields:
     """Which fields of a group a command takes; next to the group in its signature.
 
-    ``names`` are those fields, in the order of the help; all but those of ``without`` if none is named. ``words`` and
-    ``defaults`` replace help and defaults.
+    ``names`` are those fields, in the order of the help; all but those of ``without`` if none is named. ``defaults``
+    replace defaults.
     """
 
-    def __init__(
-        self,
-        *names: str,
-        without: Collection[str] = (),
-        words: Mapping[str, str] | None = None,
-        **defaults: Any,
-    ) -> None:
-        self.names, self.without, self.words, self.defaults = names, without, words or {}, defaults
+    def __init__(self, *names: str, without: Collection[str] = (), **defaults: Any) -> None:
+        self.names, self.without, self.defaults = names, without, defaults
 
 
 def unfolded(command: Callable[..., None], *, configured: bool) -> Callable[..., None]:
@@ -97,9 +90,6 @@ def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[
     for field in chosen:
         value, option = hints[field.name], field.metadata["option"]
         default = taken.defaults.get(field.name, field.default)
-        if field.name in taken.words:
-            option = copy(option)
-            option.help = taken.words[field.name]
         if isinstance(default, tuple):  # typer knows lists
             value, default = list[get_args(value)[0]] | None, None  # type: ignore[misc]
         yield Parameter(
@@ -154,10 +144,12 @@ class PoliciesOptions:
     gamma: str | None = _policy(
         None,
         "--gamma -g RANGE",
-        f"Draft lengths γ of the policy fixed (default: 5), and of the first step of heuristic: {_RANGE}.",
+        f"Draft lengths γ of fixed: {_RANGE}. Default: 1..8 in a sweep, 5 in a check.",
     )
     draft_policy: tuple[str, ...] = _policy(
-        (), "--draft-policy RULE", "Draft policy, as `generate` takes it; repeatable."
+        (),
+        "--draft-policy RULE",
+        "Repeatable. Default: auto when greedy, else fixed; in a sweep also fixed with each γ.",
     )
 
 

@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -71,7 +70,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         class Bar(Progress):
             def get_renderables(bar) -> Iterable[RenderableType]:  # noqa: N805
                 for task in bar.tasks:
-                    task.fields["time"] = "" if self._stage is None else self._stage.time
+                    task.fields["time"] = self._time()
                 yield from super().get_renderables()
 
         self._bar = Bar(
@@ -87,8 +86,9 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         self._animated = animated
         self._prints = not quiet and not self.console.is_terminal
         self._drawn = float("-inf")
-        self._stage: _Stage | None = None
         self._task: TaskID | None = None
+        self._stage, self._began, self._first, self._due_s = "", 0.0, 0, PATIENCE_S
+        self._ends: float | None = None
 
     def __enter__(self) -> StageProgress:
         self._bar.start()
@@ -106,66 +106,30 @@ class StageProgress(AbstractContextManager["StageProgress"]):
 
         ``note`` stands behind the stage's name; ``left_s`` is the time left, if it is known better than from ``done``.
         """
-        name = one_line(stage)
-        if self._stage is None or self._stage.name != name:
-            self._stage = _Stage(name, time.monotonic(), done)
+        name, now = one_line(stage), time.monotonic()
+        if name != self._stage or self._task is None:
+            self._stage, self._began, self._first, self._due_s, self._ends = name, now, done, PATIENCE_S, None
             if self._task is not None:
                 self._bar.remove_task(self._task)
             self._task = self._bar.add_task(name, total=total)
-        at = self._stage
-        at.note, at.done, at.total = one_line(note), done, total
-        at.look(left_s)
-        assert self._task is not None
-        shown = excerpt(at.title, max(20, self.console.width - _BESIDE))
+        spent = now - self._began
+        if left_s is None and total and done > self._first and spent >= 1.0:
+            left_s = spent * (total - done) / (done - self._first)
+        if left_s is not None:
+            self._ends = now + left_s
+        title = f"{name}: {one_line(note)}" if note else name
+        shown = excerpt(title, max(20, self.console.width - _BESIDE))
         self._bar.update(self._task, description=shown, completed=done, total=total)
-        now = time.monotonic()
         if not self._animated and now - self._drawn >= _REDRAW_S:
             self._drawn = now
             self._bar.refresh()
-        if self._prints and name != _STARTING and at.is_due():
-            self.console.print(at.line(), markup=False, soft_wrap=True)
+        if self._prints and name != _STARTING and spent >= self._due_s:
+            self._due_s = _LATER * spent
+            share = f"{100 * done / total:.0f}%, " if total and done else ""
+            self.console.print(f"{title} ... {share}{self._time()}", markup=False, soft_wrap=True)
 
-
-@dataclass
-class _Stage:
-    """A stage: its name, when it began, and how far it is."""
-
-    name: str
-    began: float
-    first: int
-    note: str = ""
-    done: int = 0
-    total: int | None = None
-    ends: float | None = None
-    due_s: float = field(default_factory=lambda: PATIENCE_S)
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}: {self.note}" if self.note else self.name
-
-    @property
-    def time(self) -> str:
-        """Return the seconds that it has taken, and the time left if that is known."""
+    def _time(self) -> str:
+        """Return how long the stage has taken, and the time left if that is known."""
         now = time.monotonic()
-        left = "" if self.ends is None else f", {duration(max(0.0, self.ends - now))} left"
-        return duration(now - self.began) + left
-
-    def look(self, left_s: float | None) -> None:
-        """Note when it ends: by the time left, or at the speed so far."""
-        now = time.monotonic()
-        if left_s is None and self.total and self.done > self.first and now - self.began >= 1.0:
-            left_s = (now - self.began) * (self.total - self.done) / (self.done - self.first)
-        if left_s is not None:
-            self.ends = now + left_s
-
-    def is_due(self) -> bool:
-        """Whether its next line is due; then that one is not."""
-        spent = time.monotonic() - self.began
-        if spent < self.due_s:
-            return False
-        self.due_s = _LATER * spent
-        return True
-
-    def line(self) -> str:
-        done = f"{100 * self.done / self.total:.0f}%, " if self.total and self.done else ""
-        return f"{self.title} ... {done}{self.time}"
+        left = "" if self._ends is None else f", {duration(max(0.0, self._ends - now))} left"
+        return duration(now - self._began) + left

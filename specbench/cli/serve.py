@@ -6,7 +6,7 @@ import ipaddress
 import math
 import socket
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +20,7 @@ from specbench.options import (
     CacheOptions,
     DecodingOptions,
     SamplingOptions,
-    group,
+    panel,
 )
 
 if TYPE_CHECKING:
@@ -29,27 +29,25 @@ if TYPE_CHECKING:
 _MOST_TOKENS, _QUEUE = 1024, 64
 """Default length of an output, and how many requests may wait."""
 
-_server = group("Server")
-
-
-@dataclass(frozen=True)
-class _ServerOptions:
-    """The address, and how much work is accepted."""
-
-    host: str = _server(
-        "127.0.0.1",
-        "--host ADDRESS",
-        "Address to listen on; 0.0.0.0 accepts everybody who reaches this machine.",
-    )
-    port: int = _server(8000, "--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
-    batch: int = _server(8, "--batch N", "Requests decoded at a time.", min=1)
-    kv_memory: int = _server(1024, "--kv-memory MB", "Most memory for the target's KV cache.", min=1)
+_server = panel("Server")
 
 
 def serve(
     ctx: typer.Context,
     *,
-    server: _ServerOptions,
+    host: Annotated[
+        str,
+        _server(
+            "--host ADDRESS", "Address to listen on; 0.0.0.0 accepts everybody who reaches this machine."
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, _server("--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = 8000,
+    batch: Annotated[int, _server("--batch N", "Requests decoded at a time.", min=1)] = 8,
+    kv_memory: Annotated[
+        int, _server("--kv-memory MB", "Most memory for the target's KV cache.", min=1)
+    ] = 1024,
     drafting: opt.DraftingOptions,
     decoding: Annotated[DecodingOptions, opt.Fields("max_new_tokens", max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
@@ -65,9 +63,7 @@ def serve(
 
     _require_extra()
     with ExitStack() as stack:
-        _listening(
-            server.host, server.port
-        ).close()  # a port that is taken is not found out after the loading
+        _listening(host, port).close()  # a port that is taken is not found out after the loading
         with starting(quiet) as progress:
             recipe = parse_recipe(ctx, drafting, decoding, caching, sampling)
             recipe.check("batch")
@@ -81,18 +77,18 @@ def serve(
             engine = Engine(
                 setting.target,
                 setting.drafter,
-                max_batch=server.batch,
+                max_batch=batch,
                 max_waiting=_QUEUE,
-                pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
+                pool_tokens=None if batch == 1 else _pool_tokens(setting.target, batch, kv_memory),
             )
-        listening = stack.enter_context(_listening(server.host, server.port))
+        listening = stack.enter_context(_listening(host, port))
         address, port = listening.getsockname()[:2]
         url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         if not any((drafting.recipe, drafting.draft_policy, drafting.gamma)):
             recipe = replace(recipe, policy=None)  # each request has that of its own temperature
         if not quiet:
             notes = [*setting.target.language_model.notes, *facts(setting)]
-            if server.batch > 1 and engine.factory.why_not_batched is not None:
+            if batch > 1 and engine.factory.why_not_batched is not None:
                 notes.append(f"Requests do not share forward passes: {engine.factory.why_not_batched}")
             if not ipaddress.ip_address(address).is_loopback:
                 notes.append(
@@ -132,7 +128,7 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _pool_tokens(target: Target, server: _ServerOptions) -> int:
+def _pool_tokens(target: Target, batch: int, megabytes: int) -> int:
     """Return the capacity of the KV cache, in tokens.
 
     Raises:
@@ -142,11 +138,11 @@ def _pool_tokens(target: Target, server: _ServerOptions) -> int:
     from specbench.generate_many import TREE_POSITIONS
 
     size = cache_size(target.language_model.model)
-    tokens, least = size.tokens(server.kv_memory * 2**20, server.batch), 2 * TREE_POSITIONS
+    tokens, least = size.tokens(megabytes * 2**20, batch), 2 * TREE_POSITIONS
     if tokens < least:
         raise UsageError(
-            f"--kv-memory {server.kv_memory} holds {counted(max(0, tokens), 'token')}: too few for a request.",
-            f"Give at least {math.ceil((least * size.token + server.batch * size.request) / 2**20)}.",
+            f"--kv-memory {megabytes} holds {counted(max(0, tokens), 'token')}: too few for a request.",
+            f"Give at least {math.ceil((least * size.token + batch * size.request) / 2**20)}.",
         )
     limit = target.scorer.context_limit
-    return tokens if limit is None else min(tokens, server.batch * (limit + TREE_POSITIONS))
+    return tokens if limit is None else min(tokens, batch * (limit + TREE_POSITIONS))

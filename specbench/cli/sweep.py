@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +15,6 @@ from specbench.cli.policy import is_chosen
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
-    ResultsOptions,
     ServerOptions,
     StartedArguments,
 )
@@ -28,19 +28,22 @@ def sweep(
     servers: ServerOptions,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     models: ModelOptions,
-    drafting: Annotated[
-        opt.PoliciesOptions,
-        opt.Fields(
-            words={
-                "gamma": "Draft lengths γ of fixed: 1..8 (default), 2..16..2 or 1,2,4.",
-                "draft_policy": "Repeatable. Default: fixed with each γ, and auto when greedy.",
-            },
-        ),
-    ],
+    drafting: opt.PoliciesOptions,
     template: Annotated[TemplateOptions, opt.Fields(without=("thinking",))],
     decoding: Annotated[DecodingOptions, opt.Fields(without=("stop",), max_new_tokens=48)],
     caching: CacheOptions,
-    results: ResultsOptions,
+    out: Annotated[
+        Path | None, opt.output("--out -o FOLDER", "Folder of the run. Default: results/DATE-TARGET.")
+    ] = None,
+    resume: Annotated[
+        bool,
+        opt.output(
+            "--resume",
+            "Continue the run in --out, or the newest in results/, with its own options; others add rows.",
+        ),
+    ] = False,
+    verbose: Annotated[bool, opt.output("--verbose -v", "Print all numbers and notes.")] = False,
+    quiet: Annotated[bool, opt.output("--quiet -q", "No progress.")] = False,
     arguments: StartedArguments = None,
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
@@ -53,7 +56,7 @@ def sweep(
 
     start = load_snapshot()
     with ExitStack() as stack:
-        with starting(results.quiet) as progress:
+        with starting(quiet) as progress:
             from specbench.bench.manifest import command_line
             from specbench.experiment import opened
             from specbench.sweeps import experiment
@@ -74,8 +77,8 @@ def sweep(
             )
             command = command_line(sys.argv[1:])
             session = stack.enter_context(
-                opened(asked, results.out, resume=results.resume, command=command, progress=progress)
+                opened(asked, out, resume=resume, command=command, progress=progress)
             )
         from specbench.cli.sweep_run import run_session
 
-        run_session(session, start, results)
+        run_session(session, start, verbose=verbose, quiet=quiet)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,14 +12,10 @@ from specbench.cli.options import EngineName, drafters_field, prompts_field
 from specbench.export.registry import ENGINES
 from specbench.options import DECODING, MODELS, OUTPUT, SamplingOptions, group
 
-if TYPE_CHECKING:
-    pass
-
-
 _SAME = ("prompts", "limit", "turns", "repeats", "seed", "until", "minutes")
 COMPARED = "What is compared"
 EXPERIMENT = "Experiment"
-_what, _experiment, _results = group(COMPARED), group(EXPERIMENT), group(OUTPUT)
+_what, _experiment = group(COMPARED), group(EXPERIMENT)
 _servers = group("Servers instead of models")
 _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
 
@@ -123,20 +119,6 @@ StartedArguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- ENGINE OPTIONS]", help="Options that every server of --engine gets."),
 ]
-
-
-@dataclass(frozen=True)
-class ResultsOptions:
-    """Where results go, which run is continued, and what is printed."""
-
-    out: Path | None = _results(None, "--out -o FOLDER", "Folder of the run. Default: results/DATE-TARGET.")
-    resume: bool = _results(
-        False,
-        "--resume",
-        "Continue the run in --out, or the newest in results/, with its own options; others add rows.",
-    )
-    verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
-    quiet: bool = _output(False, "--quiet -q", "No progress.")
 
 
 MINUTES, ENGINE_MINUTES = 1.0, 20.0

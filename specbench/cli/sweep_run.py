@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specbench.base.errors import RunError
-from specbench.base.files import write_text
+from specbench.base.files import file_errors, write_text
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.cli.progress import StageProgress
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from specbench.base.load import LoadSnapshot
     from specbench.bench.engines.own import ModelEngine
     from specbench.bench.session import Session
-    from specbench.cli.sweep_options import ResultsOptions
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
     from specbench.results.summary import Summary
@@ -55,14 +53,10 @@ class RunJob:
 
     def write_summary(self, summary: Summary, text: str) -> None:
         """Write the table and the answer into two files."""
-        try:
+        problem = f"The summary in {str(self.folder)!r} cannot be written"
+        with file_errors(problem, "What was measured is kept."):
             write_csv(summary.table(), self.folder / "summary.csv")
             write_text(self.folder / "summary.md", text)
-        except OSError as error:
-            raise RunError(
-                f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",
-                "What was measured is kept.",
-            ) from error
 
     def warn(self, warning: RunWarning) -> None:
         """Print a warning on stderr."""
@@ -74,14 +68,14 @@ class RunJob:
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
 
-def run_session(session: Session, start: LoadSnapshot, asked: ResultsOptions) -> None:
+def run_session(session: Session, start: LoadSnapshot, *, verbose: bool, quiet: bool) -> None:
     """Measure, then print and write the results so far, even if the sweep was interrupted.
 
     Raises:
         typer.Exit: Something failed, or Ctrl-C.
     """
     folder, store = session.store.path, session.store
-    job = RunJob(session, asked.quiet)
+    job = RunJob(session, quiet)
     cells, total = "batches" if session.sweep.options.batches else "generations", len(session.planned)
 
     def stored() -> str:
@@ -93,10 +87,10 @@ def run_session(session: Session, start: LoadSnapshot, asked: ResultsOptions) ->
     interrupted = False
     for problem in store.problems:
         job.say(problem)
-    with StageProgress(asked.quiet, animated=False) as progress:
+    with StageProgress(quiet, animated=False) as progress:
         job.console = progress.console
         try:
-            if session.left and not asked.quiet:
+            if session.left and not quiet:
                 show_predicted(session, progress, job.say)
             for at in session.run():
                 show_cell(at, progress, job.say)
@@ -105,7 +99,7 @@ def run_session(session: Session, start: LoadSnapshot, asked: ResultsOptions) ->
     results = load_results(folder)
     try:
         if len(results.done):
-            _show(job, results, asked)
+            _show(job, results, verbose=verbose)
     finally:  # also when nobody takes the table
         for warning in session.warnings:
             job.warn(warning)
@@ -128,16 +122,13 @@ def _model_notes(session: Session) -> list[str]:
     """Return notes on loaded models; none on servers."""
     if session.sweep.options.servers:
         return []
-    from specbench.cli.setting import model_notes
+    from specbench.cli.setting import load_notes
 
     engine = cast("ModelEngine", session.engine)
-    notes = model_notes(
-        engine.target, [each.outcome for each in engine.drafters], session.sweep.options.decoding
-    )
-    return [*engine.target.language_model.notes, *notes]
+    return load_notes(engine.target, engine.drafters, session.sweep.options.decoding)
 
 
-def _show(job: RunJob, results: Results, asked: ResultsOptions) -> None:
+def _show(job: RunJob, results: Results, *, verbose: bool) -> None:
     """Write the answer and the table into two files, then print them; stdout may be closed."""
     from specbench.results.summary import Summary
     from specbench.show import tables
@@ -154,7 +145,7 @@ def _show(job: RunJob, results: Results, asked: ResultsOptions) -> None:
         more = ["--config", "none"] if Path(FILE_NAME).is_file() else []
         answers = find_answers(summary, job.recipes, more)
         said = [part for each in answers for part in answer_parts(each)]
-        shown = [each if asked.verbose else replace(each, notes=[]) for each in sheets]
+        shown = [each if verbose else replace(each, notes=[]) for each in sheets]
         show(Console(highlight=False), *said, *shown)
         if summary.stopping:
             job.say(f"note: {summary.stopping}")

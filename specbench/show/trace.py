@@ -39,12 +39,30 @@ EventParts = tuple[str, list[Sheet], Facts]
 """An event for a reader: its title, the table of its drafts if it has any, and facts."""
 
 
-class TraceParts:
+class TraceView:
     """Turns the events of a trace into parts of a document, for 60 columns or more, and keeps the text for the end.
 
     In the text, accepted draft tokens are plain. Correction tokens, bonus tokens and the target's own tokens (of the
     prefill and of steps without a draft) are in marks that the header explains, and in styles.
+
+    Args:
+        console: Where events are printed, with longer lines in a file; ``None`` for parts alone.
     """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+
+    def show(self, event: Event) -> None:
+        """Print one event."""
+        console = self._console
+        assert console is not None
+        title, sheets, facts = self.of(event)
+        parts: list[Part] = [Heading(title, 3), *sheets, facts]
+        if console.is_terminal:
+            show(console, *parts)
+            console.print()
+        else:
+            console.file.write(to_text(*parts, width=_FILE_CELLS) + "\n")
 
     def of(self, event: Event) -> EventParts:
         """Return the parts of one event."""
@@ -210,25 +228,6 @@ class TraceParts:
         return safe.replace("\n", visible("\n")).replace("\t", visible("\t"))
 
 
-class TraceView:
-    """Printer of a trace on a console, event by event; in a file lines are longer."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._parts = TraceParts()
-
-    def show(self, event: Event) -> None:
-        """Print one event."""
-        title, sheets, facts = self._parts.of(event)
-        console = self._console
-        parts: list[Part] = [Heading(title, 3), *sheets, facts]
-        if console.is_terminal:
-            show(console, *parts)
-            console.print()
-            return
-        console.file.write(to_text(*parts, width=_FILE_CELLS) + "\n")
-
-
 def tokens_of(event: TracePrefill | TraceStep) -> list[tuple[str, str]]:
     """Return the tokens that the output got, each with its origin."""
     if isinstance(event, TracePrefill):
@@ -242,7 +241,7 @@ def trace_parts(events: Iterable[Event]) -> list[Part]:
     """Return a trace, or several in one file, as a document: the output, and every step."""
     parts: list[Part] = [Heading("Trace", 1)]
     tokens: list[tuple[str, str, int]] = []
-    reader = TraceParts()
+    reader = TraceView()
     for event in events:
         title, sheets, facts = reader.of(event)
         facts = Facts([pair for pair in facts.pairs if pair[0] not in ("legend", "text")])
