@@ -189,7 +189,7 @@ def mark(name: str) -> None:
     from specbench.show.plots import draw_figures, figure_bytes
 
     kind, places = MARKED[name]
-    drawn = draw_figures(load_results(REPORT), [kind]).figures[kind]
+    drawn = draw_figures(load_results(REPORT), [kind])[0][kind]
     picture = plt.imread(BytesIO(figure_bytes(drawn, "png")))
     height, width = picture.shape[:2]
     figure = plt.figure(figsize=(width / 100, height / 100), dpi=100)

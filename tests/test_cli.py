@@ -529,13 +529,6 @@ def test_libraries_are_configured_unless_the_user_has(monkeypatch, own, variable
     assert os.environ.get(variable) == expected
 
 
-def test_bit_exact_passes_are_had_or_refused(tiny):
-    done = tiny("--cache", "bit-exact", "--drafter", "self:int8", "-n", "20", "--json", "Hi")
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["options"]["bit_exact"] is True
-    assert json.loads(tiny("-n", "3", "--json", "Hi").out)["options"]["bit_exact"] is None
-
-
 def test_bit_exact_passes_are_refused_where_they_are_not(tiny, monkeypatch):
     monkeypatch.setattr("specbench.models.target.fold_attention", lambda model: False)
     tiny("--cache", "bit-exact", "-n", "3", "Hi").refused(

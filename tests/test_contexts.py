@@ -269,8 +269,8 @@ def test_the_answer_names_the_longest_context_that_pays_and_the_best(falls):
 
 
 def test_the_figure_of_contexts(falls, tmp_path):
-    drawn = draw_figures(load_results(falls), ["contexts"])
-    axes = drawn.figures["contexts"].axes[0]
+    drawn, _ = draw_figures(load_results(falls), ["contexts"])
+    axes = drawn["contexts"].axes[0]
     assert axes.get_xlabel() == "tokens of context"
     assert [axes.xaxis.get_major_formatter()(x) for x in axes.get_xticks()] == ["16", "64", "128"]
     measure(tmp_path, make_sweep())

@@ -47,13 +47,13 @@ def df(big) -> Results:
 
 
 @pytest.fixture(scope="module")
-def draw(request) -> Callable[[str], plots.Drawn]:
+def draw(request) -> Callable[[str], dict[str, Figure]]:
     """All figures of a fixture's run, drawn once; nobody changes them."""
-    return cache(lambda run: plots.draw_figures(request.getfixturevalue(run)))
+    return cache(lambda run: plots.draw_figures(request.getfixturevalue(run))[0])
 
 
 @pytest.fixture(scope="module")
-def drawn(draw) -> plots.Drawn:
+def drawn(draw) -> dict[str, Figure]:
     return draw("df")
 
 
@@ -98,7 +98,7 @@ class TestContent:
     @pytest.mark.parametrize("name", ["speedup", "acceptance"])
     def test_lines_are_the_summary(self, drawn, summary, name):
         column = {"acceptance": "acceptance_rate"}.get(name, name.replace("-", "_"))
-        axes = drawn.figures[name].axes[0]
+        axes = drawn[name].axes[0]
         found = [tuple(np.round(line.get_ydata(), 9)) for line in axes.lines if len(line.get_xdata()) == 4]
         for drafter in DRAFTERS:
             expected = summary.loc[[f"{drafter.name}@{gamma}" for gamma in (1, 2, 4, 8)], column]
@@ -114,7 +114,7 @@ class TestContent:
     def test_a_series_has_one_mark_in_all_figures(self, drawn):
         """Its color and marker, hollow for an adaptive policy."""
         marks: dict[str, set[tuple[Any, ...]]] = {}
-        for figure in drawn.figures.values():
+        for figure in drawn.values():
             for axes in figure.axes:
                 for line in axes.lines:
                     name = str(line.get_label()).partition(", γ=")[0]
@@ -129,7 +129,7 @@ class TestContent:
         ]
 
     def test_bars_add_up_to_the_time_per_token(self, drawn, summary):
-        (axes,) = drawn.figures["time"].axes
+        (axes,) = drawn["time"].axes
         ends: dict[float, float] = {}
         for bar in axes.patches:
             ends[bar.get_y()] = max(ends.get(bar.get_y(), 0.0), bar.get_x() + bar.get_width())
@@ -141,18 +141,18 @@ class TestContent:
         assert plain == pytest.approx(1000 / summary.loc["plain", "tokens_per_second"])
 
     def test_bars_are_named_in_their_order_and_each_length_has_a_tick(self, df, drawn):
-        (legend,) = drawn.figures["time"].findobj(Legend)
+        (legend,) = drawn["time"].findobj(Legend)
         assert [each.get_text() for each in legend.get_texts()][:2] == ["draft", "verify"]
         lengths = {row.config.gamma for row in Summary(df).rows} - {None}
-        assert {*drawn.figures["speedup"].axes[0].get_xticks()} == lengths
+        assert {*drawn["speedup"].axes[0].get_xticks()} == lengths
 
 
 class TestLooks:
     @pytest.mark.parametrize("run", ["df", "rules", "branching"])
     def test_nothing_overlaps_or_is_cut_off(self, draw, run):
         drawn = draw(run)
-        assert {*drawn.figures} == {*CHAINS}
-        for name, figure in drawn.figures.items():
+        assert {*drawn} == {*CHAINS}
+        for name, figure in drawn.items():
             renderer = FigureCanvasAgg(figure).get_renderer()
             figure.draw_without_rendering()  # which puts the numbers beside the axes
             hidden = hidden_ticks(figure)
@@ -169,20 +169,18 @@ class TestLooks:
                 assert wide < 1 or high < 1, f"{name}: {one!r} and {other!r}"
 
     def test_names_are_not_mathematics(self, tiny):
-        figure = plots.draw_figures(load_results(tiny), ["time"]).figures["time"]
+        figure = plots.draw_figures(load_results(tiny), ["time"])[0]["time"]
         assert "$" in figure.get_suptitle()
         assert not any(text.get_parse_math() for text in figure.findobj(Text) if "$" in text.get_text())
 
     def test_rules_of_one_drafter_differ_and_its_name_is_said_once(self, draw):
         drawn = draw("rules")
-        lines = [
-            line for line in drawn.figures["speedup"].axes[0].lines if line.get_marker() in canvas.MARKERS
-        ]
+        lines = [line for line in drawn["speedup"].axes[0].lines if line.get_marker() in canvas.MARKERS]
         assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
-        for name, figure in drawn.figures.items():
+        for name, figure in drawn.items():
             assert texts(figure).count(DRAFTERS[0].name) == 1, name
             assert DRAFTERS[0].name in figure.get_suptitle()
-        (legend,) = drawn.figures["speedup"].findobj(Legend)
+        (legend,) = drawn["speedup"].findobj(Legend)
         keys = [line for line in legend.get_lines() if line.get_marker() in canvas.MARKERS]
         assert [(key.get_color(), key.get_marker()) for key in keys] == [
             (line.get_color(), line.get_marker()) for line in lines
@@ -209,16 +207,16 @@ class TestSmallAndOdd:
             "many drafters": {"drafters": many, "gammas": (16,), "costs": False},
         }[kind]
         options = {"categories": ("chat",), "gammas": (2, 4), "tokens": 32} | options
-        drawn = plots.draw_figures(load_results(write_run(tmp_path / "r", **options)))
-        assert {*drawn.figures, *drawn.skipped} == set(plots.FIGURES)
-        for figure in drawn.figures.values():
+        drawn, skipped = plots.draw_figures(load_results(write_run(tmp_path / "r", **options)))
+        assert {*drawn, *skipped} == set(plots.FIGURES)
+        for figure in drawn.values():
             assert plots.figure_bytes(figure, "png", dpi=30)
         if kind == "one run":
-            assert "no intervals" in texts(drawn.figures["speedup"])
+            assert "no intervals" in texts(drawn["speedup"])
 
     @pytest.mark.parametrize("kind", plots.FORMATS)
     def test_formats_and_repeatable_bytes(self, tmp_path, drawn, kind):
-        figure = drawn.figures["acceptance"]
+        figure = drawn["acceptance"]
         first, second = tmp_path / f"1.{kind}", tmp_path / f"2.{kind}"
         plots.save_figure(figure, first)
         plots.save_figure(figure, second)

@@ -263,7 +263,7 @@ def test_places_of_other_answers_are_left_out(sweep, tmp_path):
         )
     frame = load_results(tmp_path / "run")
     assert positions(Summary(frame)) == []
-    assert "positions" not in draw_figures(frame).figures
+    assert "positions" not in draw_figures(frame)[0]
 
 
 def test_servers_over_batches(sweep, plain, fast, tmp_path):

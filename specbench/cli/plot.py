@@ -57,20 +57,20 @@ def _draw(run: Path, folder: Path, kind: str, only: list[str] | None) -> list[Pa
         say(problem)
     if results.run.finished is None:
         say(f"{run.name} is unfinished: its figures show what was measured so far.")
-    drawn = draw_figures(results, only)
+    figures, skipped = draw_figures(results, only)
     if folder == run / "plots":  # in a folder that somebody else may have made
         refuse_link(folder)
     with file_errors(f"{str(folder)!r} cannot be made", "Give another --out."):
         folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, figure in drawn.figures.items():
+    for name, figure in figures.items():
         path = folder / f"{name}.{kind}"
         save_figure(figure, path)
         typer.echo(terminal_safe(str(path)))
         written.append(path)
     if only:
-        for name, reason in drawn.skipped.items():
+        for name, reason in skipped.items():
             say(f"{run.name}: no figure {name!r}: {reason}.")
-    elif drawn.skipped:
-        say(f"{run.name} has no data for other figures; --only NAME says why: {', '.join(drawn.skipped)}.")
+    elif skipped:
+        say(f"{run.name} has no data for other figures; --only NAME says why: {', '.join(skipped)}.")
     return written

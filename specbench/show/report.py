@@ -135,11 +135,11 @@ def _facts_part(pairs: Sequence[tuple[str, str]]) -> Facts:
 def _figures(summary: Summary, folder: Path) -> tuple[list[Image], str]:
     """Return the figures of a run, and a sentence on those that are missing."""
     try:
-        drawn = draw_figures(summary)
+        figures, skipped = draw_figures(summary)
     except UsageError as error:
         return [], error.message
     images = []
-    for name, figure in drawn.figures.items():
+    for name, figure in figures.items():
         save_figure(figure, folder / f"{name}.png")
         kind = FIGURES[name]
         where = f" Its figures are in the table '{kind.table}'." if kind.table else ""
@@ -153,7 +153,7 @@ def _figures(summary: Summary, folder: Path) -> tuple[list[Image], str]:
             )
         )
     reasons: dict[str, list[str]] = {}
-    for name, reason in drawn.skipped.items():
+    for name, reason in skipped.items():
         reasons.setdefault(reason.rstrip("."), []).append(name)
     missing = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
     return images, f"Not drawn: {missing}." if missing else ""

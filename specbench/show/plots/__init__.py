@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
@@ -25,7 +24,7 @@ from specbench.results.results import Results
 from specbench.results.summary import Summary
 from specbench.show.plots.canvas import FIGURES, STYLE, NoDataError, PlotData
 
-__all__ = ["FIGURES", "FORMATS", "Drawn", "draw_figures", "figure_bytes", "save_figure"]
+__all__ = ["FIGURES", "FORMATS", "draw_figures", "figure_bytes", "save_figure"]
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -34,20 +33,17 @@ for _module in sorted(iter_modules(__path__), key=lambda module: (module.name !=
     import_module(f"{__name__}.{_module.name}")
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The figures of a run by name, and, for those that could not be drawn, the reason by name."""
-
-    figures: dict[str, Figure]
-    skipped: dict[str, str]
-
-
-def draw_figures(run: Results | Summary, only: Collection[str] | None = None) -> Drawn:
+def draw_figures(
+    run: Results | Summary, only: Collection[str] | None = None
+) -> tuple[dict[str, Figure], dict[str, str]]:
     """Draw figures of a run.
 
     Args:
         run: The run, or its figures.
         only: Names of ``FIGURES``; ``None`` for all of them.
+
+    Returns:
+        The figures by name, and, for those that could not be drawn, the reason by name.
 
     Raises:
         UsageError: There is no figure of such a name, or nothing can be drawn.
@@ -75,7 +71,7 @@ def draw_figures(run: Results | Summary, only: Collection[str] | None = None) ->
         raise UsageError(
             f"There is nothing to plot: {'; '.join(dict.fromkeys(skipped.values()))}.", "Measure more."
         )
-    return Drawn(figures, skipped)
+    return figures, skipped
 
 
 def _freeze_layout(figure: Figure) -> Figure:
