@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,43 +15,46 @@ from specbench.cli.conflicts import given
 from specbench.cli.console import write_json, write_parts
 from specbench.cli.progress import StageProgress, starting
 from specbench.models.default import DEFAULT_DRAFTER
-from specbench.options import MODELS, OUTPUT, SamplingOptions, group
+from specbench.options import MODELS, SamplingOptions, panel
 
 if TYPE_CHECKING:
     from specbench.predict.logs import Log
 
-_answers, _output = group("Answers"), group(OUTPUT)
-
-
-@dataclass(frozen=True)
-class PredictOptions:
-    """Which answers are read, and what the target's passes take."""
-
-    answers: Path = _answers(
-        ..., "--answers FILE", "A log of JSON lines (docs/predict.md), or the folder of a stored run."
-    )
-    limit: int = _answers(64, "--limit N", "Number of answers to read.", min=1)
-    drafter: tuple[str, ...] = opt.drafters_field(
-        MODELS, "Drafter: a small model, lookup, ngram, suffix or a cascade; repeatable. Default: lookup."
-    )
-    gamma: str = _answers("1..16", "--gamma -g RANGE", "Draft lengths γ.")
-    tokenizer: str | None = group(MODELS)(
-        None, "--tokenizer MODEL", "Model with the target's tokenizer. Default: the first drafter with one."
-    )
-    target_pass_ms: float | None = group(MODELS)(
-        None,
-        "--target-pass-ms X",
-        "Time of the target's pass over one token. Default: by the run or the log.",
-        min=1e-6,
-    )
-    json_output: bool = _output(False, "--json", "Print one JSON object.")
-    quiet: bool = _output(False, "--quiet -q", "No progress.")
+_answers, _models = panel("Answers"), panel(MODELS)
 
 
 def predict(
     ctx: typer.Context,
     *,
-    asked: PredictOptions,
+    answers: Annotated[
+        Path,
+        _answers("--answers FILE", "A log of JSON lines (docs/predict.md), or the folder of a stored run."),
+    ],
+    limit: Annotated[int, _answers("--limit N", "Number of answers to read.", min=1)] = 64,
+    drafter: Annotated[
+        list[str] | None,
+        _models(
+            "--drafter DRAFTER",
+            "Drafter: a small model, lookup, ngram, suffix or a cascade; repeatable. Default: lookup.",
+        ),
+    ] = None,
+    gamma: Annotated[str, _answers("--gamma -g RANGE", "Draft lengths γ.")] = "1..16",
+    tokenizer: Annotated[
+        str | None,
+        _models(
+            "--tokenizer MODEL", "Model with the target's tokenizer. Default: the first drafter with one."
+        ),
+    ] = None,
+    target_pass_ms: Annotated[
+        float | None,
+        _models(
+            "--target-pass-ms X",
+            "Time of the target's pass over one token. Default: by the run or the log.",
+            min=1e-6,
+        ),
+    ] = None,
+    json_output: opt.JsonOption = False,
+    quiet: Annotated[bool, opt.output("--quiet -q", "No progress.")] = False,
     sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
 ) -> None:
     """Predict what drafters would gain from answers that the target has given already, without the target.
@@ -63,36 +65,34 @@ def predict(
     from specbench.bench.axes import parse_gammas
     from specbench.specs.drafters import parse_drafter
 
-    specs = [parse_drafter(each) for each in dict.fromkeys(asked.drafter or (DEFAULT_DRAFTER,))]
-    if not asked.answers.exists():
-        raise UsageError(f"There is no file or folder {str(asked.answers)!r}.", "Check the path.")
-    tokenizer_name = _tokenizer(asked)
+    specs = [parse_drafter(each) for each in dict.fromkeys(drafter or (DEFAULT_DRAFTER,))]
+    if not answers.exists():
+        raise UsageError(f"There is no file or folder {str(answers)!r}.", "Check the path.")
+    tokenizer_name = tokenizer or _tokenizer_of_run(answers)
     if tokenizer_name is None and not any(spec.models for spec in specs):
         raise UsageError("Answers are read with the target's tokenizer.", "Name it with --tokenizer.")
-    gammas = parse_gammas(asked.gamma)
+    gammas = parse_gammas(gamma)
     settings = {"temperature": sampling.temperature} if given(ctx, "temperature") else {}
-    with starting(asked.quiet) as progress:
+    with starting(quiet) as progress:
         from specbench.predict.alone import costs_of, load_alone
         from specbench.predict.forecast import forecast
         from specbench.predict.render import prediction_parts
 
-        drafters, tokenizer = load_alone(specs, tokenizer_name, progress)
-        log = _read(asked, tokenizer, settings)
+        drafters, found = load_alone(specs, tokenizer_name, progress)
+        log = _read(answers, limit, found, settings)
         if not log.answers:
             why = " ".join(log.notes())
-            raise UsageError(
-                f"No answer in {asked.answers} can be used. {why}".strip(), "See docs/predict.md."
-            )
+            raise UsageError(f"No answer in {answers} can be used. {why}".strip(), "See docs/predict.md.")
         costs, source, here = costs_of(
-            drafters, log.answers, asked.answers, milliseconds=asked.target_pass_ms, progress=progress
+            drafters, log.answers, answers, milliseconds=target_pass_ms, progress=progress
         )  # fmt: skip
     forecasts = []
-    with StageProgress(asked.quiet) as progress:
-        for drafter in drafters.values():
-            stage = f"reading answers with {drafter.traits.name}"
+    with StageProgress(quiet) as progress:
+        for each in drafters.values():
+            stage = f"reading answers with {each.traits.name}"
             report = partial(progress.update, stage, total=len(log.answers))
-            forecasts.append(forecast(drafter, log.answers, gammas, report))
-    if asked.json_output:
+            forecasts.append(forecast(each, log.answers, gammas, report))
+    if json_output:
         from specbench.base.record import to_dict
 
         write_json(
@@ -109,32 +109,30 @@ def predict(
         write_parts(*prediction_parts(forecasts, costs, source, here, log.notes()))
 
 
-def _tokenizer(asked: PredictOptions) -> str | None:
-    """Return the tokenizer that is named, or that of a stored run's target."""
-    if asked.tokenizer is not None or not asked.answers.is_dir():
-        return asked.tokenizer
+def _tokenizer_of_run(answers: Path) -> str | None:
+    """Return the target of a stored run, which has the tokenizer."""
+    if not answers.is_dir():
+        return None
     from specbench.results.store import find_runs, read_run
     from specbench.specs.models import parse_model
 
-    target = str(read_run(find_runs(asked.answers)[-1]).options.get("target") or "")
+    target = str(read_run(find_runs(answers)[-1]).options.get("target") or "")
     if target and "/" not in target and parse_model(target).kind == "hub":  # a stored run does not keep paths
         raise UsageError(f"The run does not say where its target {target} is.", "Name it with --tokenizer.")
     return target or None
 
 
-def _read(asked: PredictOptions, tokenizer: Any, settings: Mapping[str, float]) -> Log:
-    from specbench.base.files import reason
+def _read(answers: Path, limit: int, tokenizer: Any, settings: Mapping[str, float]) -> Log:
+    from specbench.base.files import file_errors
     from specbench.predict.logs import read_log
 
-    if asked.answers.is_dir():
+    if answers.is_dir():
         from specbench.predict.stored import stored_answers
         from specbench.results.store import find_runs
 
-        return stored_answers(find_runs(asked.answers)[-1], tokenizer, asked.limit)
-    try:
-        with asked.answers.open("rb") as lines:
-            return read_log(lines, tokenizer, sampling=settings, limit=asked.limit)
-    except OSError as error:
-        raise UsageError(
-            f"The log {asked.answers} cannot be read: {reason(error)}.", "Check the path."
-        ) from None
+        return stored_answers(find_runs(answers)[-1], tokenizer, limit)
+    with (
+        file_errors(f"The log {answers} cannot be read", "Check the path.", kind=UsageError),
+        answers.open("rb") as lines,
+    ):
+        return read_log(lines, tokenizer, sampling=settings, limit=limit)
