@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,16 +10,10 @@ import typer
 from specbench.cli import options as opt
 from specbench.cli.policy import row_recipe, with_cache
 from specbench.cli.progress import starting
+from specbench.cli.sweep_options import CheckedOptions
 from specbench.models.default import default_drafter
 from specbench.models.find import require_models
-from specbench.options import (
-    MODELS,
-    OUTPUT,
-    CacheOptions,
-    DecodingOptions,
-    SamplingOptions,
-    group,
-)
+from specbench.options import CacheOptions, DecodingOptions, SamplingOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import TakesGamma, default_policy, parse_policy
 
@@ -28,34 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.recipe import Recipe
-
-DEFAULT_LIMIT = 12
-CHECKED = "What is checked"
-_check, _output = group(CHECKED), group(OUTPUT)
-
-
-@dataclass(frozen=True)
-class CheckedOptions:
-    """Which outputs are checked, and how closely."""
-
-    prompts: tuple[str, ...] = opt.prompts_field(CHECKED)
-    drafter: tuple[str, ...] = opt.drafters_field(MODELS)
-    limit: int | None = _check(
-        None,
-        "--limit N",
-        "Number of prompts, taken in turn from the categories, or of lines of --outputs. Default:"
-        f" {DEFAULT_LIMIT} prompts, all lines.",
-        min=1,
-    )
-    outputs: Path | None = _check(
-        None,
-        "--outputs FILE",
-        'Greedy outputs of any engine to check instead: lines of {"prompt": text or ids, "token_ids": [...]}; -'
-        " reads standard input.",
-    )
-    recipe: str | None = opt.recipe_field()
-    json_output: bool = _output(False, "--json", "Print one JSON object.")
-    quiet: bool = _output(False, "--quiet -q", "No progress, no notes.")
 
 
 def check(

@@ -18,11 +18,11 @@ from specbench.check.reference import reference_output
 from specbench.check.render import check_parts, outputs_parts
 from specbench.check.run import DecodingCheck
 from specbench.cli import options as opt
-from specbench.cli.check import DEFAULT_LIMIT
 from specbench.cli.console import write_json, write_parts
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.setting import load_notes
 from specbench.cli.summary import show_notes
+from specbench.cli.sweep_options import CHECKED_PROMPTS
 from specbench.generate import encode_prompt
 from specbench.loaded import LoadedRecipe, load_models, notes_on_weights, transforms_of
 from specbench.options import NO_OPTIONS, TemplateOptions, quantized
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from specbench.base.record import Json
     from specbench.check.greedy import Piece
     from specbench.check.outputs import OutputResult
-    from specbench.cli.check import CheckedOptions
+    from specbench.cli.sweep_options import CheckedOptions
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
     from specbench.recipe import Recipe
@@ -92,7 +92,9 @@ def check_recipes(
     base, encoded, references = recipes[0], dict[str, list[int]](), dict[str, list[int]]()
     rounded = quantized(base.models.dtype)
     with starting(asked.quiet) as progress:
-        prompts, _ = choose_prompts(asked.prompts or ["all"], asked.limit or DEFAULT_LIMIT, progress=progress)
+        prompts, _ = choose_prompts(
+            asked.prompts or ["all"], asked.limit or CHECKED_PROMPTS, progress=progress
+        )
         for recipe in recipes:
             recipe.check()
 

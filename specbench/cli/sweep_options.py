@@ -1,4 +1,4 @@
-"""Options of `specbench sweep` and `specbench tune`, in groups."""
+"""Options of `specbench sweep`, `specbench tune` and `specbench check`, in groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specbench.cli.options import EngineName, drafters_field, prompts_field
+from specbench.cli.options import EngineName, drafters_field, prompts_field, recipe_field
 from specbench.export.registry import ENGINES
 from specbench.options import DECODING, MODELS, OUTPUT, SamplingOptions, group
 
@@ -18,6 +18,8 @@ EXPERIMENT = "Experiment"
 _what, _experiment = group(COMPARED), group(EXPERIMENT)
 _servers = group("Servers instead of models")
 _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
+CHECKED, CHECKED_PROMPTS = "What is checked", 12
+_check = group(CHECKED)
 
 
 @dataclass(frozen=True)
@@ -160,3 +162,27 @@ class SearchOptions:
     json_output: bool = _output(False, "--json", "Print one JSON object.")
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
     quiet: bool = _output(False, "--quiet -q", "No progress.")
+
+
+@dataclass(frozen=True)
+class CheckedOptions:
+    """Which outputs are checked, and how closely."""
+
+    prompts: tuple[str, ...] = prompts_field(CHECKED)
+    drafter: tuple[str, ...] = drafters_field(MODELS)
+    limit: int | None = _check(
+        None,
+        "--limit N",
+        "Number of prompts, taken in turn from the categories, or of lines of --outputs. Default:"
+        f" {CHECKED_PROMPTS} prompts, all lines.",
+        min=1,
+    )
+    outputs: Path | None = _check(
+        None,
+        "--outputs FILE",
+        'Greedy outputs of any engine to check instead: lines of {"prompt": text or ids, "token_ids": [...]}; -'
+        " reads standard input.",
+    )
+    recipe: str | None = recipe_field()
+    json_output: bool = _output(False, "--json", "Print one JSON object.")
+    quiet: bool = _output(False, "--quiet -q", "No progress, no notes.")
