@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-import transformers as hf
+from test_native import CONTEXT, build, passes
 
 from specbench.backends.torch import forward as ways
 from specbench.backends.torch.attention import fold_attention
@@ -26,44 +26,19 @@ pytestmark = pytest.mark.skipif(
     not can_pack(torch.float32, "cpu"), reason="no packed layers on this processor"
 )
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
-}  # fmt: skip
-CONTEXT = torch.randint(0, 300, (41,), generator=torch.Generator().manual_seed(0)).tolist()
 CHOSEN = 8
 """Tokens of a continuation: several steps."""
 
 
 def plain_model(kind: str = "Qwen3") -> Any:
     """A random model as ``transformers`` makes it."""
-    config = getattr(hf, f"{kind}Config")(**SIZES)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
-        for name, parameter in model.named_parameters():
-            if "norm" in name:  # all ones so far, which would hide a missing weight
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
+    return build(kind, fold=False, intermediate_size=128)
 
 
 def packed_model(kind: str = "Llama") -> Any:
-    model = plain_model(kind)
-    fold_attention(model)
+    model = build(kind, intermediate_size=128)
     pack(model)
     return model
-
-
-def passes(scorer: Scorer) -> list[torch.Tensor]:
-    """Logits of prefills and of passes of several widths behind the longer one, with rollbacks in between."""
-    scorer.begin()
-    found = [scorer.logits(CONTEXT[:7])]  # a short one
-    scorer.begin()
-    found.append(scorer.logits(CONTEXT))
-    for width in (1, 2, 5, 31, 32, 40):
-        found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
-        scorer.rollback(len(CONTEXT))
-    return found
 
 
 def identical(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -271,7 +246,7 @@ def test_what_is_changed_later_is_not_stale(change, cache):
     def apply(model: Any) -> None:
         layer = model.model.layers[1]
         norm = layer.input_layernorm
-        factors = torch.linspace(-2, 2, 32)
+        factors = torch.linspace(-2, 2, 48)
         if change == "data":
             norm.weight.data.mul_(factors)
         elif change == "parameter":

@@ -87,7 +87,7 @@ def level(request, monkeypatch) -> int:
     return int(request.param)
 
 
-def build(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def build(kind: str, dtype: torch.dtype = torch.float32, *, fold: bool = True, **more: Any) -> Any:
     """A random model, not packed."""
     sizes = SIZES | FAMILIES[kind] | more
     config = getattr(hf, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**sizes)
@@ -102,7 +102,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
                 torch.nn.init.normal_(parameter)
     model.generation_config = hf.GenerationConfig(do_sample=False)
     model = model.to(dtype).requires_grad_(False)
-    fold_attention(model)
+    if fold:
+        fold_attention(model)
     return model
 
 
