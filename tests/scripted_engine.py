@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -71,7 +70,6 @@ class ScriptedEngine:
     Args:
         fails: Raises for a generation by returning the error to raise, else ``None``.
         spoils: Whether a configuration changes its last token.
-        pause_s: How long a generation takes.
         tie: What ``difference`` says.
         reference_s: Time per token of transformers' own generate; plain decoding takes 0.01.
         slower: How many times longer a configuration takes for a prompt because of those beside it, or its context.
@@ -82,13 +80,12 @@ class ScriptedEngine:
         *,
         fails: Callable[[Row, Sequence[int]], BaseException | None] = lambda config, prompt: None,
         spoils: Callable[[Row], bool] = lambda config: False,
-        pause_s: float = 0.0,
         tie: bool | None = None,
         reference_s: float = 0.02,
         slower: Callable[[Row, Sequence[int]], float] = lambda config, prompt: 1.0,
     ) -> None:
         self.reference_s, self.slower = reference_s, slower
-        self.fails, self.spoils, self.pause_s, self.tie = fails, spoils, pause_s, tie
+        self.fails, self.spoils, self.tie = fails, spoils, tie
         self.calls: list[tuple[str, tuple[int, ...], int]] = []
         self.cost_calls: list[tuple[int, ...]] = []
         self.workloads: list[tuple[str, Workload]] = []
@@ -110,7 +107,6 @@ class ScriptedEngine:
         error = self.fails(config, prompt)
         if error is not None:
             raise error
-        time.sleep(self.pause_s)
         key = f"{list(prompt)}/{seed if config.condition.temperature else ''}"
         tokens = [zlib.crc32(f"{key}/{i}".encode()) % 100 for i in range(tokens_asked)]
         if self.spoils(config):

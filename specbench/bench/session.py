@@ -361,7 +361,8 @@ class Session:
             self._costs_work = False
             return _message(error)
         self.store.append_costs(costs)
-        self.store.update(costs=pass_costs(self.store.costs()))
+        with suppress(ValueError):  # a fit below 0 is not stored
+            self.store.update(costs=pass_costs(self.store.costs()))
         return ""
 
     def _time_passes(self, context: int | None) -> list[CostLine]:
