@@ -13,6 +13,7 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
 from cli_runs import refusal
 from gguf_files import CONTEXT, SIZE, WORDLESS, write_tiny
 from tiny import CHAT_TEMPLATE
@@ -239,7 +240,7 @@ def test_the_copy_keeps_the_files_precision(tmp_path, tiny_gguf, kind, dtype, er
 def test_a_truncated_gguf_wherever_it_ends(tmp_path, tiny_gguf, own_cache):
     content = tiny_gguf.read_bytes()
     header = read_gguf_header(tiny_gguf)
-    assert (header.architecture, header.dtype) == ("llama", "float32")
+    assert (header.architecture, header.dtype) == ("llama", torch.float32)
     path = tmp_path / "model.gguf"
     for kept in [4, 8, 23, 24, 30, 200, 1000, 5000, 8000, len(content) // 2, len(content) - 1]:
         path.write_bytes(content[:kept])

@@ -24,9 +24,9 @@ from specbench.models.gguf_facts import read_config
 from specbench.models.gguf_tokenizers import SAFETENSORS, build_tokenizer, end_ids
 
 _FLOATS = {
-    GGMLQuantizationType.F32: ("float32", 4),
-    GGMLQuantizationType.F16: ("float16", 2),
-    GGMLQuantizationType.BF16: ("bfloat16", 2),
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
 }
 
 
@@ -47,11 +47,7 @@ class GgufHeader:
     tensors: Mapping[str, ReaderTensor]
     shapes: Mapping[str, tuple[int, ...]]
     elements: int
-    dtype: str
-
-    @property
-    def stored_itemsize(self) -> int:
-        return 4 if self.dtype == "float32" else 2
+    dtype: torch.dtype
 
 
 class _Reader(GGUFReader):
@@ -103,7 +99,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     kinds = {tensor.tensor_type for tensor in read.tensors}
     floats = [_FLOATS[kind] for kind in kinds if kind in _FLOATS]
     # Half-precision files keep their norms in float32: the narrower dtype is the model's.
-    dtype = min(floats, key=lambda known: known[1])[0] if len(floats) == len(kinds) else "bfloat16"
+    dtype = min(floats, key=lambda each: each.itemsize) if len(floats) == len(kinds) else torch.bfloat16
     return GgufHeader(architecture, keys, tensors, shapes, sum(map(math.prod, shapes.values())), dtype)
 
 
@@ -144,11 +140,11 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
             )
             check_config(config, name)
             # the weights as they are read, in float32, and the model they go into
-            check_memory(header.elements * (4 + header.stored_itemsize), name=name)
+            check_memory(header.elements * (4 + header.dtype.itemsize), name=name)
             tokenizer = build_tokenizer(header.keys, name)
             answer: Any = AutoModelForCausalLM.from_pretrained(
                 config=config,
-                dtype=getattr(torch, header.dtype),
+                dtype=header.dtype,
                 quantization_config=GgufConfig(dequantize=True),
                 output_loading_info=True,
                 **place,

@@ -174,10 +174,10 @@ def has_mtp_layers(target: ModelSpec) -> bool:
     Of a hub model that is not in the cache the headers are fetched. False if it cannot be told: loading the target
     reports why.
     """
+    if target.kind not in ("folder", "hub"):
+        return False
     try:
-        files = find_model(target) if target.kind in ("folder", "hub") else None
-        if files is None or files.spec.kind not in ("folder", "hub"):
-            return False
+        files = find_model(target)
         config = read_settings(files.folder, target.name)
         text = config.get("text_config") or config
         layers, quantized = text["num_hidden_layers"], "quantization_config" in {**config, **text}
