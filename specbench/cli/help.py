@@ -27,7 +27,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "chat": ("specbench chat", "specbench chat --target org/big --drafter org/small"),
     "serve": ("specbench serve", "specbench serve --target org/big --drafter org/small --batch 4"),
     "train": (
-        "specbench train --out head --kind mtp --tokens 200000",
+        "specbench train --out head --kind medusa --tokens 200000",
         "specbench train --out head --target org/big --resume",
     ),
     "predict": (

@@ -7,6 +7,7 @@ target's own, with which the context ends.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import LlamaConfig
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
+from specbench.train.batches import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -94,12 +96,12 @@ class EagleStudent(nn.Module):
         depth: Tokens it learns to draft.
 
     Attributes:
-        algorithm: Its name in the files of ``speculators``.
+        algorithm: Its name in the files of ``speculators``; ``None`` if it is stored in another format.
         rows: The rows of the target's output head that it drafts with, [vocab, width].
         layers: The target's layers whose hidden states it reads.
     """
 
-    algorithm = "eagle3"
+    algorithm: str | None = "eagle3"
 
     def __init__(self, model: PreTrainedModel, draft_vocab: torch.Tensor, depth: int) -> None:
         super().__init__()
@@ -109,7 +111,6 @@ class EagleStudent(nn.Module):
         self.config = text_config(model.config)
         self.layers = self.read_layers(self.config.num_hidden_layers)
         self.head = self.make_head(model)
-        del self.head.lm_head
 
     @property
     def rate(self) -> float:
@@ -121,17 +122,18 @@ class EagleStudent(nn.Module):
         return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
 
     def make_head(self, model: PreTrainedModel) -> Any:
-        """Return a new head, of two layers if the target has so many."""
+        """Return a new head without a projection to the vocabulary, of two layers if the target has so many."""
         config = self.config
         layers = min(2, config.num_hidden_layers)
         shape = EagleShape(
             len(self.layers), config.hidden_size, len(self.draft_vocab), layer_config(config), layers
         )
         head = EagleHead(shape)
+        del head.lm_head
         _init_from_target(head, model)
         return head
 
-    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, **batch: torch.Tensor) -> Batch:
         """Draft after every position of the answers in a batch, see ``Batches``.
 
         Returns:
@@ -139,25 +141,24 @@ class EagleStudent(nn.Module):
             ``counted``, the number of drafts that reach it, [depth].
         """
         p, choices = batch["logits"].float().softmax(-1), batch["logits"].argmax(-1)
-        losses, counted = list[torch.Tensor](), list[int]()
+        losses: list[tuple[torch.Tensor, int]] = []
         head, embedded, states = self.head, batch["embedded"], batch["states"][:, :-1]
         attends = [DraftAttention() for _ in head.layers]
         features = head.fuse(states.to(head.norm.weight.dtype)).float()
         texts, last = features.shape[:2]
         starts = torch.arange(last, device=features.device).expand(texts, -1)
-        wanted = _wanted(batch["places"], 0)
+        wanted = wanted_rows(batch["places"], 0)
         kept = wanted >= 0
         for place in range(self.depth):
             tokens = (starts + place + 1).clamp(max=last)
             out = head.read(_picked(embedded, tokens), features, starts + place, attends)
-            logits = (head.norm(out[kept]).to(self.rows.dtype) @ self.rows.T).float()
-            losses.append(cross_entropy(logits, p[wanted[kept]], reduction="sum") / max(1, len(logits)))
-            counted.append(len(logits))
+            logits = self.logits(head.norm(out[kept]))
+            losses.append(loss_of(logits, p[wanted[kept]]))
             if place + 1 == self.depth:
                 break
             right = torch.zeros_like(kept)
             right[kept] = logits.argmax(-1) == choices[wanted[kept]]
-            wanted = _wanted(batch["places"], place + 1).gather(1, starts)
+            wanted = wanted_rows(batch["places"], place + 1).gather(1, starts)
             kept = kept & (wanted >= 0) & (right | ((starts + batch["ids"].sum()) % self.every == 0))
             # Of each text the drafts that continue, in order; padded to the same number for all.
             chosen = kept.int().argsort(dim=1, descending=True, stable=True)[
@@ -167,9 +168,11 @@ class EagleStudent(nn.Module):
             features = _picked(head.recurring(out), chosen)
             for attend in attends:
                 attend.select(chosen, starts)
-        by_place, reached = torch.stack(losses), torch.tensor(counted, device=p.device)
-        weights = _DECAY ** torch.arange(len(losses), device=p.device) * reached / reached[0].clamp_min(1)
-        return {"loss": (by_place * weights).sum(), "losses": by_place.detach(), "counted": reached}
+        return join_losses(losses)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits over the draft vocabulary, [..., vocab], for normalized states, [..., width]."""
+        return (states.to(self.rows.dtype) @ self.rows.T).float()
 
     def settings(self) -> Json:
         """Return what ``config.json`` says of this kind of head."""
@@ -186,7 +189,20 @@ class EagleStudent(nn.Module):
         return {name: tensor.detach() for name, tensor in self.head.named_parameters()}
 
 
-def _wanted(places: torch.Tensor, place: int) -> torch.Tensor:
+def loss_of(logits: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the mean cross-entropy of drafts at a place with the target's distributions, and their number."""
+    return cross_entropy(logits, p, reduction="sum") / max(1, len(logits)), len(logits)
+
+
+def join_losses(losses: Sequence[tuple[torch.Tensor, int]]) -> Batch:
+    """Return what ``EagleStudent.forward`` does, of the losses by place in the draft."""
+    by_place = torch.stack([loss for loss, _ in losses])
+    counted = torch.tensor([count for _, count in losses], device=by_place.device)
+    weights = _DECAY ** torch.arange(len(losses), device=by_place.device) * counted / counted[0].clamp_min(1)
+    return {"loss": (by_place * weights).sum(), "losses": by_place.detach(), "counted": counted}
+
+
+def wanted_rows(places: torch.Tensor, place: int) -> torch.Tensor:
     """Return the rows of a batch's ``logits`` that the drafts at a place are compared with, [texts, longest - 1].
 
     -1 where a draft cannot have this place: the text ends before, or its token is not in the draft vocabulary.

@@ -39,6 +39,7 @@ class MtpStudent(EagleStudent):
         if head is None:
             own = layer_config(self.config)
             head = _mtp_layer(own, LlamaDecoderLayer(own, 0))
+        del head.lm_head
         start_from_highest(head.eh_proj, self.config.hidden_size)
         return head
 

@@ -28,6 +28,7 @@ from specbench.models.drafters import require_states
 from specbench.models.training_metadata import TRAINING_FILE
 from specbench.train.batches import Batches
 from specbench.train.eagle_student import EagleStudent
+from specbench.train.medusa_student import MedusaStudent
 from specbench.train.mtp_student import MtpStudent
 from specbench.train.settings import TrainingSettings
 from specbench.train.texts import Text, write_texts
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 Update = Callable[[str, int, int | None, str], object]
 
-STUDENTS: dict[str, type[EagleStudent]] = {"eagle": EagleStudent, "mtp": MtpStudent}
+STUDENTS: dict[str, type[EagleStudent]] = {"eagle": EagleStudent, "mtp": MtpStudent, "medusa": MedusaStudent}
 """Kinds of heads that can be trained."""
 
 _SAVE_INTERVAL_S = 60.0
@@ -134,6 +135,8 @@ def write_head(folder: Path, student: EagleStudent, target: Target) -> None:
     # The target's token is d + d2t[d], and t2d marks the draft vocabulary.
     drafted = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, vocab, True)
     own = {"lm_head.weight": student.rows, "d2t": vocab - torch.arange(len(vocab)), "t2d": drafted}
+    if student.algorithm is None:
+        own = {"lm_heads.0.weight": student.rows, "token_map": vocab}
     stored = {
         name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in (student.tensors() | own).items()
@@ -145,23 +148,27 @@ def write_head(folder: Path, student: EagleStudent, target: Target) -> None:
 
 def _config(student: EagleStudent, target: Target) -> Json:
     """Return the ``config.json``."""
-    return student.settings() | {
-        "speculators_model_type": student.algorithm,
-        "speculators_version": "0.3.0",
-        "draft_vocab_size": len(student.draft_vocab),
-        "speculators_config": {
-            "algorithm": student.algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": student.depth}],
-            "verifier": {
-                "name_or_path": target.name,
-                "architectures": target.language_model.model.config.architectures or [],
+    own = {"target": target.name, "target_fingerprint": target.language_model.identity, "dtype": "bfloat16"}
+    if student.algorithm is None:
+        return student.settings() | own | {"truncated_vocab_size": len(student.draft_vocab)}
+    return (
+        student.settings()
+        | own
+        | {
+            "speculators_model_type": student.algorithm,
+            "speculators_version": "0.3.0",
+            "draft_vocab_size": len(student.draft_vocab),
+            "speculators_config": {
+                "algorithm": student.algorithm,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": student.depth}],
+                "verifier": {
+                    "name_or_path": target.name,
+                    "architectures": target.language_model.model.config.architectures or [],
+                },
             },
-        },
-        "dtype": "bfloat16",
-        "target": target.name,
-        "target_fingerprint": target.language_model.identity,
-    }
+        }
+    )
 
 
 def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSettings) -> EagleStudent:
