@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 
 import pytest
@@ -48,11 +46,6 @@ def test_texts_stay_texts_and_nothing_else_runs_or_loads():
     assert not [name for name in attributes if name.startswith("on")]
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     assert any("script" in each for each in HOSTILE)
-    policy = next(each["content"] for each in page.all("meta") if "http-equiv" in each)
-    for tag in ("script", "style"):
-        inside = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
-        assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
-    assert policy.startswith("default-src 'none'")
 
 
 def test_the_command_writes_a_page_of_what_can_be_read(cli, tmp_path):

@@ -498,8 +498,8 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     rows = summary.table().set_index("config")
     assert abs(raw.loc["d@auto", "speedup"] - rows.loc["d@auto", "speedup"]) > 0.1
     for each in tried(found):
-        if each.speedup is not None:
-            assert summary.row(each.config).speedup == each.speedup
+        if each["speedup"] is not None:
+            assert summary.row(each["config"]).speedup == each["speedup"]
     assert summary.winners == {"d@auto"}
     assert (rows.loc["d@auto", "verdict"], rows.loc["d@8", "verdict"]) == ("faster", "faster")
     assert rows["pooled_speedup"].isna().all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import counted, listed, one_line
@@ -22,24 +21,6 @@ _NAMED, _OTHERS = 5, 3
 
 _LONG = 8 * 60
 """After this many minutes no longer search is advised."""
-
-
-@dataclass(frozen=True)
-class Tried:
-    """The outcome of one configuration.
-
-    Attributes:
-        blocks: Number of blocks that it was measured in; ``None`` if it was not raced.
-        speedup: Speedup over plain decoding in these blocks.
-        outcome: The outcome in words; if it was raced, with the bound that decides.
-    """
-
-    config: str
-    label: str
-    predicted: float | None
-    blocks: int | None
-    speedup: Estimate | None
-    outcome: str
 
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -246,18 +227,25 @@ def _categories(best: Tuned | None) -> dict[str, Estimate]:
     return {one_line(name): each for name, each in best.categories.items() if each.prompts} if best else {}
 
 
-def tried(search: Search) -> Iterator[Tried]:
-    """Yield everything that was tried, the leader first."""
-    race, rows = search.race, search.rows
+def tried(search: Search) -> Iterator[Json]:
+    """Yield everything that was tried, the leader first.
+
+    ``blocks``, and ``speedup`` over plain decoding in these blocks, are ``None`` for what was not raced; ``outcome`` is
+    in words, with the bound that decides.
+    """
+    race = search.race
     failed = [name for name in race.names if not race.num_blocks(name)]
-    for name in (*(race.ranking if race.blocks else ()), *failed):
-        blocks = race.num_blocks(name)
-        speedup = race.speedup(name) if blocks and name != race.plain else None
-        label = one_line(rows[name].label)
-        yield Tried(name, label, search.predicted.get(name), blocks, speedup, _outcome(race, name))
-    for name, reason in search.left_out.items():
-        label = one_line(rows[name].label)
-        yield Tried(name, label, search.predicted.get(name), None, None, one_line(reason))
+    raced = [*(race.ranking if race.blocks else ()), *failed]
+    for name in (*raced, *search.left_out):
+        blocks = race.num_blocks(name) if name in raced else None
+        yield {
+            "config": name,
+            "label": one_line(search.rows[name].label),
+            "predicted": search.predicted.get(name),
+            "blocks": blocks,
+            "speedup": race.speedup(name) if blocks and name != race.plain else None,
+            "outcome": _outcome(race, name) if name in raced else one_line(search.left_out[name]),
+        }
 
 
 def _outcome(race: Race, name: str) -> str:
@@ -287,17 +275,17 @@ _BOUNDS = (
 def _table(search: Search) -> Sheet:
     """Return the table of the raced configurations."""
     rows = [
-        [each.label, str(each.blocks), _speedup_cell(each), each.outcome]
+        [each["label"], str(each["blocks"]), _speedup_cell(each), each["outcome"]]
         for each in tried(search)
-        if each.blocks is not None
+        if each["blocks"] is not None
     ]
     return Sheet(list(_HEADINGS), rows, left=frozenset(range(len(_HEADINGS))))
 
 
-def _speedup_cell(each: Tried) -> str:
-    if each.speedup is None:
-        return "1" if each.blocks else "–"
-    return stats.ratio_text(each.speedup, "")
+def _speedup_cell(each: Json) -> str:
+    if each["speedup"] is None:
+        return "1" if each["blocks"] else "–"
+    return stats.ratio_text(each["speedup"], "")
 
 
 def answer_parts(answer: TuningAnswer, search: Search) -> list[Part]:
@@ -340,11 +328,11 @@ def as_json(answer: TuningAnswer, search: Search) -> Json:
         "categories": {name: _estimate(ratio) for name, ratio in _categories(best).items()},
         "tried": [
             {
-                "config": each.config,
-                "predicted": each.predicted,
-                "blocks": each.blocks or 0,
-                **_estimate(each.speedup),
-                "outcome": each.outcome,
+                "config": each["config"],
+                "predicted": each["predicted"],
+                "blocks": each["blocks"] or 0,
+                **_estimate(each["speedup"]),
+                "outcome": each["outcome"],
             }
             for each in tried(search)
         ],
