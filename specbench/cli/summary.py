@@ -39,7 +39,7 @@ def show_notes(notes: Sequence[str], *, spaced: bool, console: Console | None = 
     """Print notes before the text, and an empty line after them if ``spaced``."""
     console = console or _console()
     for note in notes:
-        _line(console, "note", note, "yellow" if note.startswith("NOT LOSSLESS") else "")
+        _line(console, "note", note)
     if notes and spaced:
         console.print()
 

@@ -204,7 +204,6 @@ def _figures(names: str, of: str = "") -> list[Column]:
 
 
 _CONFIGURATION = Column("config.label", "configuration", "text")
-_OF_FIGURES = Column("figures.config.label", "configuration", "text")
 _SUMMARY = (
     _CONFIGURATION,
     *_figures("tokens_per_second speedup"),
