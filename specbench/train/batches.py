@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specbench.train.eagle_student import EagleStudent
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text
 
@@ -59,7 +58,7 @@ class Batches(Dataset[Batch]):
     """
 
     def __init__(
-        self, model: PreTrainedModel, texts: Sequence[Text], student: EagleStudent, settings: TrainingSettings
+        self, model: PreTrainedModel, texts: Sequence[Text], student: Any, settings: TrainingSettings
     ) -> None:
         self._model: Any = model
         self._student, self.written = student, sum(text.written for text in texts)
