@@ -32,6 +32,7 @@ from specbench.decoding.formats import CompiledFormat, FormatCompiler, Matcher
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Prefill
+from specbench.decoding.request import Request
 from specbench.decoding.sampling import Sampling
 from specbench.options import Format
 from specbench.recipe import Recipe
@@ -134,15 +135,9 @@ def measure(cell: Cell, new: int = NEW) -> float:
         def run(random: Any) -> tuple[int, ...]:
             target: Any = scripted_target()
             tokens: list[int] = []
-            for record in decode_steps(
-                [*PROMPT, *before],
-                target,
-                entry.build(target),
-                policy=build_with(GivenCosts(0.1, {1: 1.0, 9: 1.1}), rule),
-                sampling=sampling,
-                random=random,
-                max_new_tokens=left,
-            ):
+            policy = build_with(GivenCosts(0.1, {1: 1.0, 9: 1.1}), rule)
+            request = Request([*PROMPT, *before], target, entry.build(target), policy, sampling, random, left)
+            for record in decode_steps(request):
                 if isinstance(record, Prefill):
                     tokens += [] if record.token is None else [record.token]
                 else:

@@ -28,6 +28,7 @@ import torch
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
+from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
@@ -123,16 +124,9 @@ def steps(
     prompt: Sequence[int],
 ) -> Iterator[Step]:
     """Yield the steps of an endless run."""
-    run = decode_steps(
-        prompt,
-        target,
-        drafter,
-        policy=policy,
-        sampling=sampling,
-        random=Randomness(0),
-        max_new_tokens=sys.maxsize - len(prompt),
-        stops=StopRules([-1]),
-    )
+    endless = sys.maxsize - len(prompt)
+    request = Request(prompt, target, drafter, policy, sampling, Randomness(0), endless, StopRules([-1]))
+    run = decode_steps(request)
     next(run)  # the prefill
     for record in run:
         assert isinstance(record, Step)

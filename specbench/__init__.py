@@ -17,7 +17,6 @@ from specbench._version import __version__
 if TYPE_CHECKING:
     from specbench.base.errors import RunError, SpecbenchError, UsageError
     from specbench.decoding.drafts import Guess
-    from specbench.decoding.loop import decode_steps
     from specbench.decoding.metrics import summary
     from specbench.decoding.records import Generation, Prefill, Step
     from specbench.decoding.sampling import Sampling
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "decoding.drafts": ("Guess",),
-    "decoding.loop": ("decode_steps",),
     "base.errors": ("RunError", "SpecbenchError", "UsageError"),
     "sweeps": ("sweep",),
     "drafters.free": ("FreeDrafter",),
@@ -57,7 +55,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "DecodingOptions", "FixedLength", "FreeDrafter", "Generation", "GenerationRun", "GenerationRuns", "Guess",
     "LoadOptions", "LoadedRecipe", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError",
-    "Step", "Target", "UsageError", "__version__", "autoregressive_generate", "decode_steps",
+    "Step", "Target", "UsageError", "__version__", "autoregressive_generate",
     "encode_prompt", "load_drafter", "load_recipe", "load_results", "load_target", "read_recipe",
     "speculative_generate", "speculative_generate_many", "summary", "sweep", "wrap_drafter", "wrap_target",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -234,13 +235,7 @@ class GenerationRun:
             self.cached_tokens = after._common_with(self.prompt)
         self._after = None  # or a conversation would keep all its turns
         return decode_steps(
-            self.prompt,
-            scorer,
-            drafter,
-            policy=self.policy,
-            clock=clock_for(str(scorer.device)),
-            cached_tokens=self.cached_tokens,
-            **self._settings,
+            replace(self.request, cached_tokens=self.cached_tokens), clock_for(str(scorer.device))
         )
 
     def _common_with(self, prompt: Sequence[int]) -> int:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from specbench.decoding.clocks import Clock
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import DraftVocabulary
-from specbench.decoding.protocols import DraftPolicy, ForwardOutput, ForwardRequest, NewPrompt
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, NewPrompt
 from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.decoding.verify import Verdict, verification_of
@@ -287,6 +291,14 @@ def build_with(costs: CostTable, spec: str | PolicySpec) -> DraftPolicy:
         policy.table = costs
         policy.begin(NewPrompt())
     return policy
+
+
+def steps_of(
+    prompt: Sequence[int], target: Any, drafter: Drafter, clock: Clock | None = None, **options: Any
+) -> Iterator[Any]:
+    """Decode a request with these fields, sampling greedily with seed 0 unless they say otherwise."""
+    settings = {"sampling": Sampling(), "random": Randomness(0), **options}
+    yield from decode_steps(Request(prompt, target, drafter, **settings), clock)
 
 
 def tokens_of(records: Iterable[Prefill | Step]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Careful, ScriptedScorer, fixed_script, random_table
+from scripted import Careful, ScriptedScorer, fixed_script, random_table, steps_of
 from test_exact import LENGTHS, NEW, SAMPLINGS, largest_gap, loop_distribution, target_distribution
 from tiny import tiny_language_model, tiny_tokenizer
 
@@ -17,7 +17,6 @@ from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, Guess
 from specbench.decoding.logits import Logits
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, DraftPolicy, NewPrompt, StepPlan, run_to_end
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
@@ -334,9 +333,7 @@ def test_what_others_drafted_is_fed_in_one_pass():
     prompt = [1, 2, 3]
     target = scripted(cycle, len(prompt), ScriptedScorer)
     drafter = cascade(cycle, len(prompt))
-    prefill, *steps = decode_steps(
-        prompt, target, drafter, policy=FixedLength(3), sampling=Sampling(), random=Randomness(0), max_new_tokens=26
-    )  # fmt: skip
+    prefill, *steps = steps_of(prompt, target, drafter, policy=FixedLength(3), max_new_tokens=26)
     assert [prefill.token, *(token for step in steps for token in step.tokens)] == (cycle * 5)[:26]
     assert [kinds(draft) for draft in drafter.drafts] == ["mmm", "mmm", "fff", "fff", "fff", "fff", ""]
     # Prompt and first token, two drafts; the last draft and the bonus, two drafts; then it is not needed any more.

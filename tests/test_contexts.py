@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from cli_runs import write_prompts
-from scripted import GivenCosts, ScriptedScorer, Ticking, build_with, random_table
+from scripted import GivenCosts, ScriptedScorer, Ticking, build_with, random_table, steps_of
 from scripted_engine import ScriptedEngine, cost_lines, grid_of, make_sweep, measure, prompts
 from test_policies import a_step
 
@@ -20,10 +20,8 @@ from specbench.bench.grid import Sweep, SweepOptions, check_contexts, server_row
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import Draft
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DrafterPrior, NewPrompt
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
@@ -319,10 +317,9 @@ class Noisy(ModelDrafter):
 def test_a_drafter_with_a_context_limit_is_not_even_asked():
     drafter = Noisy()
     drafter.scorer.context_limit = 50
-    records = decode_steps(
+    records = steps_of(
         [n % 7 for n in range(66)], ScriptedScorer(random_table(1, 40, spread=4.0), 40), drafter,
-        policy=build_policy("auto:max=8"), sampling=Sampling(), random=Randomness(0), max_new_tokens=30,
-        clock=Ticking(0.01),
+        policy=build_policy("auto:max=8"), max_new_tokens=30, clock=Ticking(0.01),
     )  # fmt: skip
     assert sum(each.gamma for each in records if isinstance(each, Step)) == 0
     assert drafter.scorer.passes == []

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table, tokens_of
+from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table, steps_of, tokens_of
 from tiny import tiny_language_model, tiny_llama
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step
@@ -71,7 +70,7 @@ def decode(
     end_ids: Sequence[int] = (),
     **options: object,
 ) -> tuple[Prefill, list[Step]]:
-    first, *steps = decode_steps(
+    first, *steps = steps_of(
         PROMPT, target, drafter or NoDraft(), policy=options.pop("policy", None) or FixedLength(gamma),
         sampling=sampling or Sampling(), random=Randomness(seed), max_new_tokens=max_new_tokens,
         stops=StopRules(end_ids), **options,
@@ -171,10 +170,9 @@ def test_an_end_token_may_be_the_first_token():
 
 @pytest.mark.parametrize(("prompt", "limit", "new"), [([1, 2, 3], 2, 1), ([1], None, 0), ([], None, 1)])
 def test_a_request_that_cannot_be_is_refused(prompt, limit, new):
-    records = decode_steps(
-        prompt, script(context_limit=limit), NoDraft(), policy=FixedLength(1), sampling=Sampling(),
-        random=Randomness(0), max_new_tokens=new,
-    )  # fmt: skip
+    records = steps_of(
+        prompt, script(context_limit=limit), NoDraft(), policy=FixedLength(1), max_new_tokens=new
+    )
     with pytest.raises(UsageError):
         list(records)
 
@@ -305,10 +303,9 @@ def test_a_greedy_trace_reads_the_untempered_softmax():
 def test_the_consumers_time_is_not_counted():
     clock = Ticking()
     records = []
-    for record in decode_steps(
-        PROMPT, script(), FixedDraft(SCRIPT), policy=FixedLength(2), sampling=Sampling(), random=Randomness(0),
-        max_new_tokens=7, clock=clock,
-    ):  # fmt: skip
+    for record in steps_of(
+        PROMPT, script(), FixedDraft(SCRIPT), clock, policy=FixedLength(2), max_new_tokens=7
+    ):
         records.append(record)
         clock.time += 1000.0
     first, *steps = records

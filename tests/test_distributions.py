@@ -12,13 +12,13 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from scripted import steps_of
 from scripted_drafters import DRAFTERS, VOCAB, scripted_target
 
 from specbench.base.errors import UsageError
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.decoding.verdicts import METHODS
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -115,15 +115,8 @@ def test_a_drafter_whose_every_token_is_banned_proposes_nothing(drafter, policy,
     sampling = Sampling(temperature=temperature).with_defaults(
         ModelDefaults({"suppress_tokens": [1, 2]}), VOCAB
     )
-    records = decode_steps(
-        [0, 0, 0],
-        target,
-        build(target),
-        policy=build_policy(rule),
-        sampling=sampling,
-        random=Randomness(0),
-        max_new_tokens=6,
-    )
+    policy = build_policy(rule)
+    records = steps_of([0, 0, 0], target, build(target), policy=policy, sampling=sampling, max_new_tokens=6)
     steps = [record for record in records if isinstance(record, Step)]
     assert {token for step in steps for token in step.tokens} == {0}
     assert not caplog.records, "its logits are numbers"

@@ -8,10 +8,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, tokens_of
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, steps_of, tokens_of
 
 from specbench.decoding import verify
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
@@ -68,7 +67,7 @@ def loop_distribution(
 ) -> dict[tuple[int, ...], float]:
     def run(random: object) -> tuple[int, ...]:
         target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
-        records = decode_steps(
+        records = steps_of(
             PROMPT,
             target,
             build(target),

@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import GivenCosts, ScriptedScorer, build_with, random_table
+from scripted import GivenCosts, ScriptedScorer, build_with, random_table, steps_of
 from tiny import tiny_llama
 
 from specbench.decoding.drafts import Draft, Guess, StepOutcome
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
@@ -209,9 +208,6 @@ def test_in_a_cascade_the_model_goes_on_where_nothing_matches():
         SuffixDrafter(Suffix(min=2)), ModelDrafter(ScriptedScorer(TARGET, VOCAB), "model")
     )
     drafter.model.takes_guesses = False  # a pass for each of its tokens
-    _, *steps = decode_steps(
-        [1, 0, 2], target, drafter, policy=FixedLength(4), sampling=Sampling(), random=Randomness(0),
-        max_new_tokens=30,
-    )  # fmt: skip
+    _, *steps = steps_of([1, 0, 2], target, drafter, policy=FixedLength(4), max_new_tokens=30)
     assert {step.passes for step in steps} == {0, 2, 4}, "each alone, and both in one draft"
     assert all(step.accepted == 4 for step in steps if step.passes == 4), "the model is the target"

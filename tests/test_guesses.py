@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Careful, ScriptedCache, ScriptedScorer, fixed_script, random_table, tokens_of
+from scripted import Careful, ScriptedCache, ScriptedScorer, fixed_script, random_table, steps_of, tokens_of
 
 from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Randomness, Sampling
@@ -69,7 +68,7 @@ def decode(
         model.takes_guesses = False
     target = ScriptedScorer(TARGET, VOCAB, cache=cache)
     records = [
-        *decode_steps(
+        *steps_of(
             PROMPT,
             target,
             made,

@@ -37,7 +37,7 @@ from head_files import (
     speculators_settings,
     write_head,
 )
-from scripted import tokens_of
+from scripted import steps_of, tokens_of
 from tiny import save_tiny, tiny_language_model
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
@@ -45,7 +45,6 @@ from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardRequest, StepPlan, run_to_end
 from specbench.decoding.records import Generation, SharedPass, Step
 from specbench.decoding.sampling import Randomness, Sampling
@@ -469,7 +468,7 @@ def outputs(
     target: Scorer, drafter: Drafter, policy: DraftPolicy, **options: Any
 ) -> tuple[list[int], list[Step]]:
     options |= {"sampling": Sampling(), "random": Randomness(0), "max_new_tokens": 20}
-    prefill, *steps = decode_steps(PROMPT, target, drafter, policy=policy, **options)
+    prefill, *steps = steps_of(PROMPT, target, drafter, policy=policy, **options)
     return tokens_of([prefill, *steps]), [step for step in steps if isinstance(step, Step)]
 
 

@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 from cli_runs import Cli, Result, refusal, write_prompts
-from scripted import Replay, ScriptedScorer, enumerate_outcomes, random_table, sequences, tokens_of
+from scripted import Replay, ScriptedScorer, enumerate_outcomes, random_table, sequences, steps_of, tokens_of
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import UsageError, load_drafter, read_recipe, sweep, wrap_target
 from specbench.config import Config
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.sampling import Sampling
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
@@ -179,7 +178,7 @@ def test_no_drafter_changes_the_distribution(folder):
 
     def run(random: Replay) -> tuple[int, ...]:
         drafter = load_drafter("./mine.py:Silent", of)  # type: ignore[arg-type]
-        records = decode_steps(
+        records = steps_of(
             [0, 1], ScriptedScorer(table, 3), drafter,
             policy=policy, sampling=Sampling(1.0), random=random, max_new_tokens=4,  # type: ignore[arg-type]
         )  # fmt: skip

@@ -19,13 +19,13 @@ from scripted import (
     enumerate_outcomes,
     fixed_script,
     random_table,
+    steps_of,
     tokens_of,
 )
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, Guess
 from specbench.decoding.logits import Logits
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, NewPrompt, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Randomness, Sampling
@@ -105,7 +105,7 @@ def decode(
     **options: Any,
 ) -> tuple[list[int], list[Step]]:
     settings = {"sampling": Sampling(1.0), "max_new_tokens": 40, "clock": UnsteadyClock(), **options}
-    first, *steps = decode_steps(
+    first, *steps = steps_of(
         prompt, target or ScriptedScorer(TARGET, VOCAB), drafter or model(), policy=policy,
         random=random or Randomness(0), **settings,
     )  # fmt: skip

@@ -8,13 +8,12 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from scripted import ScriptedScorer, enumerate_outcomes, random_table
+from scripted import ScriptedScorer, enumerate_outcomes, random_table, steps_of
 
 from specbench.base.errors import UsageError
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
@@ -150,7 +149,7 @@ def test_it_is_the_law_of_the_real_loop(sampling, gamma):
     target, draft = random_table(3, vocab), random_table(4, vocab)
 
     def run(random: object) -> tuple[float, ...]:
-        records = decode_steps(
+        records = steps_of(
             prompt, ScriptedScorer(target, vocab), ModelDrafter(ScriptedScorer(draft, vocab), "model"),
             policy=FixedLength(gamma), sampling=sampling, random=random, max_new_tokens=limit,
             stops=StopRules((END,)),
@@ -180,10 +179,9 @@ def test_greedy_steps_are_those_of_the_real_loop(gamma):
             return (own if sum(tokens[-3:]) % 3 == 0 else other)(tokens)
 
         records = list(
-            decode_steps(
+            steps_of(
                 [1, 2, 3], ScriptedScorer(target, vocab), ModelDrafter(ScriptedScorer(mixed, vocab), "model"),
-                policy=FixedLength(gamma), sampling=Sampling(), random=Randomness(0), max_new_tokens=limit,
-                stops=StopRules((END,) if seed % 2 else ()),
+                policy=FixedLength(gamma), max_new_tokens=limit, stops=StopRules((END,) if seed % 2 else ()),
             )
         )  # fmt: skip
         answer = [records[0].token, *(token for step in records[1:] for token in step.tokens)]
@@ -229,9 +227,9 @@ def decoded(
     drafter: Drafter, policy: str, sampling: Sampling, ends: tuple[int, ...], limit: int
 ) -> list[object]:
     return list(
-        decode_steps(
+        steps_of(
             PROMPT, ScriptedScorer(TARGET, VOCABULARY), drafter, policy=build_policy(policy), sampling=sampling,
-            random=Randomness(0), max_new_tokens=limit, stops=StopRules(ends),
+            max_new_tokens=limit, stops=StopRules(ends),
         )
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, judge
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, judge, steps_of
 from tiny import tiny_tokenizer
 from tokenizers import processors
 
@@ -28,7 +28,6 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft, Guess, StepOutcome
 from specbench.decoding.logits import Logits
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, StepPlan
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Randomness, Sampling
@@ -287,7 +286,7 @@ def decoded(
     kind: str, made: dict[str, Any], sampling: Sampling, random: Any
 ) -> tuple[ScriptedScorer, Prefill, list[Step]]:
     target = scripted(made["target"], cache=ScriptedCache(), context_limit=made["limit"])
-    first, *steps = decode_steps(
+    first, *steps = steps_of(
         made["prompt"],
         target,
         drafter_of(kind, made, target),

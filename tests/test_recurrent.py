@@ -10,7 +10,7 @@ import architectures as survey
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from scripted import ScriptedScorer, enumerate_outcomes, random_table, tokens_of
+from scripted import ScriptedScorer, enumerate_outcomes, random_table, steps_of, tokens_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.batch import RequestFactory
@@ -19,7 +19,6 @@ from specbench.backends.torch.pools import cache_size
 from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, MOST_SPARE
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.deviation import clean_rows
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.drafters.model import ModelDrafter
@@ -80,7 +79,7 @@ def outcomes(model, drafter, sampling, gamma, first_target=True):
     target = Scorer(model)
 
     def run(random):
-        records = decode_steps(
+        records = steps_of(
             PROMPT, target, drafter, policy=FixedLength(gamma), sampling=sampling, random=random, max_new_tokens=NEW,
             first_target=first_target,
         )  # fmt: skip

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Cli, Result
-from scripted import ScriptedScorer, fixed_script, tokens_of
+from scripted import ScriptedScorer, fixed_script, steps_of, tokens_of
 from test_serve import Running
 from tiny import SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import UsageError
 from specbench.conversation import Conversation
 from specbench.decoding.formats import FormatCompiler
-from specbench.decoding.loop import decode_steps
-from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.thinking import ThinkingSplit, thinking_tokens
 from specbench.drafters.grammar import GrammarDrafter
@@ -200,9 +199,9 @@ def test_a_format_holds_from_the_closing_mark_on(opened, closing, gamma, special
     )
     compiled = FormatCompiler(tokenizer, len(tokenizer), (0,)).compile(Format("regex", "<7>|[<]8>"))
     for drafter in (NoDraft(), ModelDrafter(small, "model"), GrammarDrafter(Grammar(Lookup()))):
-        records = decode_steps(
+        records = steps_of(
             prompt, target, drafter, policy=build_policy(f"fixed:gamma={gamma}"), stops=StopRules((0,)),
-            sampling=Sampling().with_format(compiled), random=Randomness(0), max_new_tokens=60,
+            sampling=Sampling().with_format(compiled), max_new_tokens=60,
         )  # fmt: skip
         text = tokenizer.decode([token for token in tokens_of(records) if token])
         assert text == ("<7> or <8>?" if closing else "") + closing + "<7>"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripted import ScriptedCache, ScriptedScorer, random_table
+from scripted import ScriptedCache, ScriptedScorer, random_table, steps_of
 
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Randomness, Sampling
@@ -21,11 +20,11 @@ PROMPT = [1, 5, 2]
 TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
 
 
-def steps_of(
+def tree_steps(
     tree: DraftPolicy, sampling: Sampling, method: VerificationName | None, **options: Any
 ) -> list[Step]:
     tree.verification = method
-    records = decode_steps(
+    records = steps_of(
         PROMPT,
         ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache()),
         ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
@@ -50,7 +49,7 @@ def test_a_trace_has_p_and_q_of_the_nodes_own_branch(sampling, method):
     emitted: list[int] = []
     seen = {"accepted": 0, "rejected": 0, "untested": 0}
     shape = StaticTreePolicy.shaped((-1, -1, 0, 0, 1, 2))
-    for step in steps_of(shape, sampling, method, first_target=False):
+    for step in tree_steps(shape, sampling, method, first_target=False):
         assert step.verdicts is not None
         parents = step.parents or ()
         for node, verdict in enumerate(step.verdicts):
@@ -77,7 +76,7 @@ def test_behind_a_stop_nothing_counts():
         for method in ("traversal", "naive"):
             shape = StaticTreePolicy.shaped((-1, -1, 0, 0, 1, 2))
             stops = StopRules((end,))
-            steps = steps_of(shape, Sampling(0.9), method, stops=stops, first_target=False)
+            steps = tree_steps(shape, Sampling(0.9), method, stops=stops, first_target=False)
             last = steps[-1]
             assert last.verdicts is not None
             accepted = [node for node, each in enumerate(last.verdicts) if each.verdict == "accepted"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, tokens_of
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, steps_of, tokens_of
 from tiny import tiny_llama
 
 from specbench.backends.torch.scorer import Scorer
@@ -16,7 +16,6 @@ from specbench.backends.torch.submodels import first_layers
 from specbench.base.errors import UsageError
 from specbench.decoding.distributions import Scores, largest
 from specbench.decoding.drafts import Draws, GrowingTree, StepOutcome
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, ForwardRequest, StepPlan, run_to_end
 from specbench.decoding.records import Step, depth_of
 from specbench.decoding.sampling import Randomness, Sampling
@@ -73,9 +72,7 @@ def test_several_on_caches_of_their_own_decode_greedily():
 def greedy(
     policy: DraftPolicy, target: Scorer, drafter: Any, sampling: Sampling
 ) -> tuple[list[int], list[Step]]:
-    records = decode_steps(
-        [3, 9, 4, 1], target, drafter, policy=policy, sampling=sampling, random=Randomness(0), max_new_tokens=24
-    )  # fmt: skip
+    records = steps_of([3, 9, 4, 1], target, drafter, policy=policy, sampling=sampling, max_new_tokens=24)
     first, *steps = records
     return tokens_of([first, *steps]), [step for step in steps if isinstance(step, Step)]
 
@@ -165,9 +162,9 @@ def test_what_cannot_be_a_tree_is_refused():
 
     def start(spec: str, drafter: Any = None, sampling: Sampling | None = None, **options: Any) -> None:
         drafter = drafter or ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model")
-        records = decode_steps(
+        records = steps_of(
             PROMPT, target, drafter, policy=build_policy(spec), sampling=sampling or Sampling(1.0),
-            random=Randomness(0), max_new_tokens=4, **options,
+            max_new_tokens=4, **options,
         )  # fmt: skip
         next(iter(records))
 

@@ -18,19 +18,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import record_of
-from specbench.decoding.protocols import (
-    Drafter,
-    DraftPolicy,
-    ForwardOutput,
-    ForwardRequest,
-    NewPrompt,
-    Scorer,
-    StepPlan,
-)
+from specbench.decoding.protocols import ForwardOutput, ForwardRequest, NewPrompt, StepPlan
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Randomness, Sampling
-from specbench.decoding.stops import StopRules
 
 if TYPE_CHECKING:
     import torch
@@ -39,55 +29,24 @@ DecodingLoop: TypeAlias = Generator[ForwardRequest | Prefill | Step, ForwardOutp
 """A request being decoded: it yields forward requests and, in between, records."""
 
 
-def decode_steps(
-    prompt: Sequence[int],
-    target: Scorer,
-    drafter: Drafter,
-    *,
-    policy: DraftPolicy,
-    sampling: Sampling,
-    random: Randomness,
-    max_new_tokens: int,
-    stops: StopRules | None = None,
-    first_target: bool = True,
-    clock: Clock | None = None,
-    trace: bool = False,
-    cached_tokens: int = 0,
-) -> Iterator[Prefill | Step]:
+def decode_steps(request: Request, clock: Clock | None = None) -> Iterator[Prefill | Step]:
     """Decode one prompt: yield a ``Prefill``, then a record for each ``Step``. The last one has a ``finish_reason``.
 
     Args:
-        prompt: Token ids, at least one.
-        target: The model whose output distribution is kept.
-        drafter: Proposes tokens.
-        policy: Decides how many tokens are drafted, and in which shape.
-        sampling: The transforms of both models' logits.
-        random: The source of every random draw.
-        max_new_tokens: The longest output, at least 1.
-        stops: What ends the output earlier; ``None`` for nothing.
-        first_target: Whether the target reads the prompt and emits the first token before anything is drafted. If not,
-            the ``Prefill`` is empty, and the target reads the prompt in the first step, together with its draft.
-        clock: Times the steps; the consumer's time between two records is not counted.
-        trace: Record q, p, r and the verdict of every drafted token.
-        cached_tokens: How many tokens at the start of the prompt are in the caches of target and drafter already, from
-            their previous context; fewer than all.
+        request: What decides the output.
+        clock: Times the steps, without the consumer's time between two records; ``None`` for the machine's.
 
     Raises:
-        UsageError: The prompt is empty or longer than the target's context, ``max_new_tokens`` is below 1, or target or
-            drafter was used for another context while the consumer had a record.
+        UsageError: Target or drafter was used for another context while the consumer had a record.
 
     Examples:
-        >>> records = decode_steps(
+        >>> request = Request(
         ...     [1, 2, 3], target.scorer, drafter, policy=FixedLength(4), sampling=Sampling(), random=Randomness(0),
         ...     max_new_tokens=6,
         ... )
-        >>> [type(record).__name__ for record in records][:2]
+        >>> [type(record).__name__ for record in decode_steps(request)][:2]
         ['Prefill', 'Step']
     """
-    request = Request(
-        prompt, target, drafter, policy, sampling, random, max_new_tokens, stops or StopRules(),
-        first_target, trace, cached_tokens,
-    )  # fmt: skip
     decoding = decode(request, Stopwatch(clock))
     for each in decoding:
         while isinstance(each, ForwardRequest):  # the loop ends with a record, so ``send`` returns

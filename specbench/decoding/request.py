@@ -17,10 +17,26 @@ from specbench.specs.policies import VerificationName
 
 @dataclass(frozen=True)
 class Request:
-    """One output to decode. The fields are the arguments of ``decode_steps``.
+    """One output to decode.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        target: The model whose output distribution is kept.
+        drafter: Proposes tokens.
+        policy: Decides how many tokens are drafted, and in which shape.
+        sampling: The transforms of both models' logits.
+        random: The source of every random draw.
+        max_new_tokens: The longest output, at least 1.
+        stops: What ends the output earlier.
+        first_target: Whether the target reads the prompt and emits the first token before anything is drafted. If not,
+            the ``Prefill`` is empty, and the target reads the prompt in the first step, together with its draft.
+        trace: Whether q, p, r and the verdict of every drafted token are recorded.
+        cached_tokens: How many tokens at the start of the prompt are in the caches of target and drafter already, from
+            their previous context; fewer than all.
 
     Raises:
-        UsageError: The prompt is empty or longer than the target's context, or ``max_new_tokens`` is below 1.
+        UsageError: The prompt is empty or longer than the target's context, ``max_new_tokens`` is below 1, or its parts
+            do not go together.
     """
 
     prompt: Sequence[int]
