@@ -3,7 +3,7 @@
     python benchmarks/regret.py --simulated 200                       # races over made-up speeds: seconds
     python benchmarks/regret.py --simulated 100 --spreads results/    # over the scatter of stored runs: minutes
 
-The times are those that such a search takes (``time_to_answer.py``, which also measures the regret of a real one).
+The times are those that such a search takes.
 ``--spreads`` draws prompts of a stored run, by category, with the times of every configuration, and generations
 around them with the scatter of the run's repeats, or of ``NOISE``. Mean speeds are those of the run, all equal, all
 but the best just outside the margin (where a wrong choice is likeliest), or with one that is 15% faster than all

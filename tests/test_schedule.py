@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Logits, ScriptedCache, ScriptedScorer, Ticking, random_table, steps_of
+from scripted import Logits, ScriptedCache, ScriptedScorer, Ticking, random_table
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import StepOutcome
+from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, DrafterTraits, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
@@ -173,12 +174,7 @@ class Case:
         )
 
     def alone(self) -> list[Any]:
-        made = self.request(House())
-        records = steps_of(
-            made.prompt, made.target, made.drafter, policy=made.policy, sampling=made.sampling, random=made.random,
-            max_new_tokens=made.max_new_tokens, stops=made.stops, first_target=made.first_target, clock=Ticking(),
-        )  # fmt: skip
-        return [told(record) for record in records]
+        return [told(record) for record in decode_steps(self.request(House()), Ticking())]
 
 
 CHAINS = ("fixed:gamma=1", "fixed:gamma=3", "fixed:gamma=7", "egag", "svip", "heuristic")
