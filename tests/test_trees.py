@@ -25,7 +25,7 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.policies import FixedLength, build_policy
-from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy, best_shapes
+from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy, best_shape
 from specbench.specs.policies import DynamicTree
 
 VOCAB = 3
@@ -152,7 +152,7 @@ def test_the_best_shape_is_the_best_of_all():
     shapes = list(itertools.product(*(range(-1, node) for node in range(4))))
     for deepest in (2, 3, 4):
         best = max(expected(shape) for shape in shapes if depth(shape) <= deepest)
-        found = best_shapes(acceptance)(4, deepest)
+        found = best_shape(acceptance, 4, deepest)
         assert expected(found) == pytest.approx(best)
         assert depth(found) <= deepest
 

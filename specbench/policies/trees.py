@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -45,11 +45,12 @@ class TreePolicy(DraftPolicy):
 
 
 class StaticTreePolicy(TreePolicy):
-    """Drafts one shape in every step: ``best_shapes`` of ``ranks``, which are in percent."""
+    """Drafts one shape in every step: the ``best_shape`` for ``ranks``, which are in percent."""
 
     def __init__(self, spec: StaticTree) -> None:
         super().__init__(spec)
-        self._lay_out(best_shapes(falling(spec.ranks))(spec.nodes, spec.depth))
+        falling = [min(spec.ranks[: rank + 1]) / 100 for rank in range(len(spec.ranks))]
+        self._lay_out(best_shape(falling, spec.nodes, spec.depth))
 
     @classmethod
     def shaped(cls, parents: Sequence[int]) -> StaticTreePolicy:
@@ -116,24 +117,20 @@ class DynamicTreePolicy(TreePolicy):
         return sorted(best[: self.spec.nodes])
 
 
-def falling(ranks: Sequence[int]) -> list[float]:
-    """Return non-increasing chances by rank from percentages."""
-    return [min(ranks[: rank + 1]) / 100 for rank in range(len(ranks))]
-
-
-def best_shapes(acceptance: Sequence[float]) -> Callable[[int, int], tuple[int, ...]]:
-    """Return a function for the trees with most expected tokens (Chen et al. 2024, Sequoia, section 4.1).
+def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[int, ...]:
+    """Return the tree with most expected tokens (Chen et al. 2024, Sequoia, section 4.1).
 
     With T[m][l][b] the most tokens expected of m nodes, root included, l deep and with up to b candidates at the root:
     T[1] = 1, and a tree has either fewer candidates at its root, or a b-th one that is the root of a tree of y nodes:
     T[m][l][b] = max(T[m][l][b-1], max over y of T[m-y][l][b-1] + P[b]·T[y][l-1][any]).
 
     Args:
-        acceptance: P: the chance that the candidate of rank b, from 0, is the one that is kept.
+        acceptance: P: the chance that the candidate of rank b, from 0, is the one that is kept; not rising.
+        nodes: The most nodes, without the context.
+        depth: The greatest depth.
 
     Returns:
-        From the most nodes, without the context, and the greatest depth to the nodes' parents, -1 for the context, in
-        the order of depth.
+        The nodes' parents, -1 for the context, in the order of depth.
     """
     most = len(acceptance)
 
@@ -149,21 +146,18 @@ def best_shapes(acceptance: Sequence[float]) -> Callable[[int, int], tuple[int, 
                 found = (tokens, y)
         return found
 
-    def shape(nodes: int, depth: int) -> tuple[int, ...]:
-        parents: list[int] = []
-        waiting = [(-1, nodes + 1, depth)]
-        for parent, m, left in waiting:
-            sizes: list[int] = []
-            b = most if m > 1 and left else 0
-            while b and m > 1:
-                y = best(m, left, b)[1]
-                if y:
-                    sizes.append(y)
-                    m -= y
-                b -= 1
-            for size in reversed(sizes):
-                waiting.append((len(parents), size, left - 1))
-                parents.append(parent)
-        return tuple(parents)
-
-    return shape
+    parents: list[int] = []
+    waiting = [(-1, nodes + 1, depth)]
+    for parent, m, left in waiting:
+        sizes: list[int] = []
+        b = most if m > 1 and left else 0
+        while b and m > 1:
+            y = best(m, left, b)[1]
+            if y:
+                sizes.append(y)
+                m -= y
+            b -= 1
+        for size in reversed(sizes):
+            waiting.append((len(parents), size, left - 1))
+            parents.append(parent)
+    return tuple(parents)

@@ -7,7 +7,7 @@ drafter except how it drafts. The first paragraph of its docstring is what `spec
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -321,35 +321,25 @@ def parse_drafter(text: str) -> DrafterSpec:
     Raises:
         UsageError: There is no such drafter or option, a value is outside its range, or the text cannot be a model.
     """
-    return _parse(text, _WORDS)
-
-
-def _parse(text: str, offered: Collection[str]) -> DrafterSpec:
-    """Parse a drafter; for a mistyped word, an error suggests one of ``offered``."""
     if "|" in text and not Path(text).exists():
-        return Several(tuple(_parse(part.strip(), offered) for part in text.split("|")))
-    if (outside := Outside.find(text)) is not None:
-        return outside
+        return Several(tuple(parse_drafter(part.strip()) for part in text.split("|")))
     first, plus, second = text.partition("+")
-    if plus and (outside := Outside.find(first.strip())) is not None:
-        return Cascade(outside, _model_after(second.strip()))
+    if (outside := Outside.find(first.strip())) is not None:
+        return Cascade(outside, _model_after(second.strip())) if plus else outside
     front = _WORDS.get(first.partition(":")[0].strip(), DrafterSpec)
     if plus and issubclass(front, FreeSpec):
         return _parse_cascade(front, first, second.strip())
     kind = _WORDS.get(text.partition(":")[0].strip())
     if kind is not None:
         return kind.read(text)
-    if (meant := _mistyped(text, offered)) is not None:
-        raise UsageError(
-            f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organization."
-        )
+    _refuse_mistyped(text)
     return SmallModel.parse(text)
 
 
 def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade | Grammar:
     """Parse a cascade; its option ``passes`` is written among the options of its first drafter."""
     if issubclass(kind, Grammar) and first.strip() == Grammar.word and second:
-        joined = after_grammar(_parse(second, _WORDS))
+        joined = after_grammar(parse_drafter(second))
         if joined is not None:
             return joined
     values = read_options(kind.word, split_spec(first)[1], (*kind.options(), *Cascade.options()))
@@ -369,7 +359,7 @@ def after_grammar(rest: DrafterSpec) -> Cascade | Grammar | None:
 
 def _model_after(second: str) -> SelfForm | SmallModel:
     """Parse what stands after the plus of a cascade."""
-    back = _parse(second, [SelfForm.word]) if second else None
+    back = parse_drafter(second) if second else None
     if not isinstance(back, SelfForm | SmallModel):
         raise UsageError(
             f"The second drafter of a cascade, {second!r}, is no model.",
@@ -378,13 +368,12 @@ def _model_after(second: str) -> SelfForm | SmallModel:
     return back
 
 
-def _mistyped(text: str, offered: Collection[str]) -> str | None:
-    """Return the drafter whose name is close to a mistyped spec; called before the hub is queried.
-
-    A name with an organization and an existing path count as correct.
-    """
+def _refuse_mistyped(text: str) -> None:
+    """Refuse a spec that is nearly a drafter's word, before the hub is queried: no organization, no existing path."""
     name = text.partition(":")[0]
-    if "/" in text or name in BUILTIN_MODELS or Path(text).exists():
-        return None
-    near = get_close_matches(name, [*offered], 1, 0.7)
-    return near[0] + text[len(name) :] if near else None
+    near = get_close_matches(name, _WORDS, 1, 0.7)
+    if near and not ("/" in text or name in BUILTIN_MODELS or Path(text).exists()):
+        meant = near[0] + text[len(name) :]
+        raise UsageError(
+            f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organization."
+        )
