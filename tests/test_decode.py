@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -84,16 +83,6 @@ def output(first: Prefill, steps: list[Step]) -> list[int]:
     return tokens_of([first, *steps])
 
 
-@pytest.mark.parametrize("gamma", [1, 3, 8])
-@pytest.mark.parametrize("draft", [SCRIPT, [0, 0], [4, 5, 0, 7, 8, 0]], ids=["always", "never", "sometimes"])
-def test_greedy_output_is_the_targets_own(draft, gamma):
-    for length, first_target in itertools.product(range(1, 14), (True, False)):
-        result = decode(
-            script(), FixedDraft(draft), gamma=gamma, max_new_tokens=length, first_target=first_target
-        )
-        assert output(*result) == (SCRIPT * 3)[:length]
-
-
 def test_plain_decoding_is_one_pass_a_token():
     target = script()
     first, steps = decode(target)
@@ -136,23 +125,6 @@ def test_nothing_is_drafted_for_the_last_token():
     assert [step.gamma for step in steps] == [0]
     _, steps = decode(script(), drafter, gamma=5, max_new_tokens=4)
     assert [step.gamma for step in steps] == [2]
-
-
-@pytest.mark.parametrize("stop_at", range(1, 7))
-@pytest.mark.parametrize("draft", [SCRIPT, [0], [4, 5, 0, 7, 8, 0]], ids=["always", "never", "sometimes"])
-def test_an_end_token_ends_the_output_wherever_it_falls(draft, stop_at):
-    target = script()
-    first, steps = decode(
-        target, FixedDraft(draft), gamma=4, max_new_tokens=30, end_ids=[SCRIPT[stop_at - 1]]
-    )
-    assert output(first, steps) == SCRIPT[:stop_at]
-    last: Prefill | Step = steps[-1] if steps else first
-    assert last.finish_reason == "eos"
-    assert target.cache.length == len(PROMPT) + stop_at - 1, "something behind the end is in the cache"
-    for step in steps:
-        assert step.accepted <= step.tested <= step.gamma
-        assert len(step.expected_acceptance) == step.tested
-        assert len(step.tokens) == step.accepted + (step.closing is not None)
 
 
 def test_a_stop_among_the_accepted_drafts_leaves_no_closing_token():

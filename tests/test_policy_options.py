@@ -37,7 +37,15 @@ PROMPT = [5, 17, 200, 33, 5, 17, 200]
 WORDS = [each.word for each in POLICIES if each.word != "confidence-head"]
 """Those that need no confidence head."""
 READING = ("egag", "entropy-bound", "svip")
-DRAFTERS = ("lookup", "ngram", "ngram:sample", "self:int8", "self:layers=1", "small")
+DRAFTERS = (
+    "lookup",
+    "ngram",
+    "ngram:sample",
+    "self:int8",
+    "self:layers=1",
+    "lookup:min=1+self:layers=1",
+    "small",
+)
 
 
 # -- the notation ------------------------------------------------------------------------------------
