@@ -68,7 +68,7 @@ class FakeClock:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def now(self) -> float:
+    def __call__(self) -> float:
         return self.seconds
 
 
@@ -154,13 +154,13 @@ class Simulated:
         last_s: dict[str, float] = {}
 
         def measured(name: str, block: Block) -> Timing:
-            began = self.clock.now()
+            began = self.clock()
             timing = self.measure(name, block)
-            last_s[name] = self.clock.now() - began
+            last_s[name] = self.clock() - began
             return timing
 
         def in_time(name: str, *_: object) -> bool:
-            return self.clock.now() + last_s.get(name, 0.0) <= seconds
+            return self.clock() + last_s.get(name, 0.0) <= seconds
 
         for _ in run_race(race, blocks, measured, in_time=in_time, seed=self.seed):
             pass

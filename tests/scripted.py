@@ -261,7 +261,7 @@ class Ticking:
     def __init__(self, seconds: float = 1.0) -> None:
         self.time, self.seconds = 0.0, seconds
 
-    def now(self) -> float:
+    def __call__(self) -> float:
         self.time += self.seconds
         return self.time
 

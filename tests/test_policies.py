@@ -50,7 +50,7 @@ class UnsteadyClock:
     def __init__(self, seed: int = 0, most: int = 9) -> None:
         self.random, self.most, self.time = random.Random(seed), most, 0.0
 
-    def now(self) -> float:
+    def __call__(self) -> float:
         self.time += self.random.randint(1, self.most) / 1000
         return self.time
 

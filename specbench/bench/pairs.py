@@ -11,11 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from specbench.base.load import LoadSnapshot, load_snapshot
 from specbench.base.record import Json, to_dict
-from specbench.decoding.clocks import Clock, WallClock
+from specbench.decoding.clocks import Clock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
 from specbench.decoding.theory import relative_pass
 from specbench.policies.costs import MeasuredCosts, passes_of
@@ -59,14 +60,14 @@ class Pairs:
         self.speculative: list[Generation] = []
         self.plain: list[Generation] = []
         self._decode, self._repeats = decode, repeats
-        self._clock, self._snapshot = clock or WallClock(), snapshot
+        self._clock, self._snapshot = clock or perf_counter, snapshot
         self._disturbances: Counter[str] = Counter()
         self._fastest_mhz = 0.0
 
     def measure(self) -> None:
         """Decode until there are enough pairs."""
-        began = self._clock.now()
-        while not self._is_enough(self._clock.now() - began):
+        began = self._clock()
+        while not self._is_enough(self._clock() - began):
             plain_first = len(self.plain) % 2 == 1
             for plain in (plain_first, not plain_first):
                 self.measure_one(plain=plain)

@@ -162,9 +162,9 @@ def time_passes(
 
     def target_pass(n: int) -> float:
         drafted = [text[i % length] for i in range(n - 1)]
-        began = clock.now()
+        began = clock()
         scorer.score(ForwardRequest(scorer, text, drafted))
-        took = clock.now() - began
+        took = clock() - began
         scorer.rollback(length - 1)
         return took
 
@@ -180,9 +180,9 @@ def time_passes(
         """Draft tokens, or a tree with ``nodes`` nodes and one child of each; note if it reads the context."""
         shape = StaticTreePolicy.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(tokens)
         most = 2 if nodes else tokens
-        began = clock.now()
+        began = clock()
         found = run_to_end(drafter.propose(text, StepPlan(most, shape, Sampling(), Randomness(0))))
-        took = clock.now() - began
+        took = clock() - began
         reading[drafter.traits.name] = reading.get(drafter.traits.name, 0.0) + found.prefill_s
         if tokens > 1:
             passes[drafter.traits.name] = len(found.tokens) if found.passes is None else found.passes

@@ -106,7 +106,7 @@ def run_workload(
     Raises:
         Exception: The error of a request that fails.
     """
-    began, now, tokens = clock.now(), 0.0, 0
+    began, now, tokens = clock(), 0.0, 0
     left = own = len(workload.requests)
     sent: list[BenchResult] = []
 
@@ -120,14 +120,14 @@ def run_workload(
             send(0.0)
         while left:
             if workload.clients is None:  # several may be due since the last look
-                due = clock.now() - began
+                due = clock() - began
                 while len(sent) < own and workload.times[len(sent)] <= due:
                     send(workload.times[len(sent)])
             if not len(runs):
                 clock.skip_to(began + workload.times[len(sent)])
                 continue
             events = runs.step()
-            now = clock.now() - began
+            now = clock() - began
             for number, event in events:
                 if isinstance(event, Exception):
                     raise event

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from statistics import fmean
+from time import perf_counter
 from typing import Any
 
 from specbench.base.errors import RunError, UsageError
@@ -27,7 +28,7 @@ from specbench.bench.manifest import now
 from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs
 from specbench.bench.serving import BenchRequest, Workload
 from specbench.bench.stopping import StoppingRule
-from specbench.decoding.clocks import Clock, WallClock
+from specbench.decoding.clocks import Clock
 from specbench.options import DecodingOptions
 from specbench.results.advice import disturbances, review
 from specbench.results.lines import CostLine, Generation, Group, Line, Measurement
@@ -98,7 +99,7 @@ class Session:
     ) -> None:
         self.sweep, self.store, self.engine, self.notes = sweep, store, engine, notes
         self.configs = {config.id: config for config in sweep.configs}
-        self._clock, self._minutes, self._snapshot = clock or WallClock(), minutes, snapshot
+        self._clock, self._minutes, self._snapshot = clock or perf_counter, minutes, snapshot
         self._prompts = ContextPrompts(sweep.prompts, sweep.options.template, sweep.text, engine.count_tokens)
         self._answers: dict[tuple[str, str, int], dict[int, Sequence[int] | str]] = {}
         for each in store.measurements():  # conversations continue with the stored outputs of earlier turns
@@ -154,10 +155,10 @@ class Session:
                         self.store.append(measurement)
             for cell, problem in self._with_costs(left, chain([first], cells)):
                 yield self._progress(self.configs[cell.config].label, waiting, problem)
-                began = self._clock.now()
+                began = self._clock()
                 measured = self.store.append(self.measure(cell))
                 took = self._took.setdefault(cell.config, deque(maxlen=_LATEST))
-                took.append(self._clock.now() - began)
+                took.append(self._clock() - began)
                 self.measured += 1
                 self.failed += measured.result is None
                 waiting[cell.config] -= 1

@@ -64,7 +64,7 @@ class StoppingRule:
         self, until: Until, minutes: float | None, store: RunStore, planned: Sequence[Cell], clock: Clock
     ) -> None:
         self._store, self._half_width = store, until.half_width
-        self._clock, self._until = clock, math.inf if minutes is None else clock.now() + 60 * minutes
+        self._clock, self._until = clock, math.inf if minutes is None else clock() + 60 * minutes
         firsts = [cell for cell in planned if cell.order == 0 and cell.turn == 0]
         self._decoded = {cell: number for number, cell in enumerate(firsts)}
         prompts = sum(cell.repeat == 0 for cell in firsts)
@@ -79,7 +79,7 @@ class StoppingRule:
             if cell.order == 0:
                 if self._decoded.get(cell) in self._looks and self._is_answered():
                     return self._end("decided")
-                if self._clock.now() > self._until:
+                if self._clock() > self._until:
                     return self._end("time")
             if cell.config not in self.beaten:
                 yield cell

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from specbench.bench.engines.hf import generate_with_transformers
-from specbench.decoding.clocks import WallClock
 from specbench.rows import Condition, OtherLibrary, Row
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def reference_output(model: LanguageModel, decoding: DecodingOptions, prompt: Se
     own = model.model.generation_config
     try:
         made = generate_with_transformers(
-            model, None, model, model.context_limit, _ROW, prompt, decoding, 0, WallClock()
+            model, None, model, model.context_limit, _ROW, prompt, decoding, 0, perf_counter
         )
     finally:
         model.model.generation_config = own

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 from specbench.base.errors import SpecbenchError
 from specbench.base.textsafe import one_line
 from specbench.bench.passes import pass_costs
-from specbench.decoding.clocks import WallClock
 from specbench.results import stats
 from specbench.show.document import Paragraph, Sheet, show
 
@@ -30,16 +30,16 @@ def show_predicted(session: Session, progress: StageProgress, say: Callable[[str
         return
     from specbench.predict.here import Prediction, predict_rows
 
-    found, clock, report = dict[str, Prediction](), WallClock(), progress.update
+    found, clock, report = dict[str, Prediction](), perf_counter, progress.update
     report("timing passes", 0, 1)
     try:
         if session.measure_costs(context=min(options.contexts, default=None)):
             return  # a sweep says so when it times them again
         costs = pass_costs(session.store.costs())
         for plain in (each for each in session.sweep.configs if each.kind == "plain"):
-            began, outputs = clock.now(), dict[str, Sequence[int]]()
+            began, outputs = clock(), dict[str, Sequence[int]]()
             for prompt in session.sweep.prompts[:_ANSWERS]:
-                if outputs and clock.now() - began > _SECONDS:
+                if outputs and clock() - began > _SECONDS:
                     break
                 report("decoding plainly", len(outputs), _ANSWERS)
                 outputs[prompt.id] = session.output(plain, prompt.id)

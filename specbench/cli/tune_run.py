@@ -7,6 +7,7 @@ import sys
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -25,7 +26,6 @@ from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import MINUTES
 from specbench.cli.sweep_run import RunJob
 from specbench.config import config_from_recipe, write_config
-from specbench.decoding.clocks import WallClock
 from specbench.experiment import Experiment, opened
 from specbench.export.registry import load_engine
 from specbench.models.find import require_models
@@ -66,8 +66,8 @@ def tune_models(
     decoding: DecodingOptions,
 ) -> None:
     """Find the fastest configuration, write and print it; for the arguments see ``specbench.cli.tune``."""
-    quiet, clock, start = search.quiet, WallClock(), load_snapshot()
-    began = clock.now()
+    quiet, clock, start = search.quiet, perf_counter, load_snapshot()
+    began = clock()
     with file_errors(f"{str(search.out)!r} cannot be written", "Give another --out.", kind=UsageError):
         require_writable(search.out.parent)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(search.drafter)) if not spec.is_plain]
@@ -109,7 +109,7 @@ def tune_models(
 
         engine, configs = cast("ModelEngine", session.engine), session.sweep.configs
         if search.minutes is not None or search.resume:  # they are for what comes after loading
-            began = clock.now()
+            began = clock()
 
         def predict(
             outputs: Mapping[str, Sequence[int]], costs: PassCosts, report: Callable[..., None]
@@ -152,8 +152,8 @@ def tune_engine(
     assert search.minutes is not None
     from specbench.started import Started
 
-    clock, start, quiet = WallClock(), load_snapshot(), search.quiet
-    began = clock.now()
+    clock, start, quiet = perf_counter, load_snapshot(), search.quiet
+    began = clock()
     assert servers.engine is not None
     with starting(quiet), quiet_transformers():
         planned = Started.of(
@@ -242,7 +242,7 @@ class TuneJob(RunJob):
         sweep, store = self.session.sweep, self.session.store
         labels, ended = {config.id: config.label for config in sweep.configs}, False
         self.search = Search(
-            sweep, store, self.session.engine, choose, families, clock=WallClock(), seconds=seconds, until=until,
+            sweep, store, self.session.engine, choose, families, clock=perf_counter, seconds=seconds, until=until,
             asked=needed, servers=servers, progress=progress,
         )  # fmt: skip
         try:

@@ -3,45 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from time import perf_counter
+from typing import Literal, TypeAlias
 
 from specbench.decoding.records import PARTS, StepTimes
 
-
-class Clock(Protocol):
-    """A clock in seconds from an arbitrary origin."""
-
-    def now(self) -> float:
-        """Return monotonic seconds, after all work so far is done."""
-
-
-class WallClock:
-    """The machine's monotonic clock, for devices whose calls return when their work is done."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-
-class DeviceClock:
-    """A clock for accelerators: waits for the work of their current stream before it reads.
-
-    Args:
-        device: Name of a torch device with a ``synchronize``, such as ``cuda:0``.
-    """
-
-    def __init__(self, device: str) -> None:
-        import torch
-
-        module = torch.get_device_module(device)
-        stream = getattr(module, "current_stream", None)  # waiting for it alone takes a third of the time
-        self._synchronize = module.synchronize if stream is None else stream(device).synchronize
-
-    def now(self) -> float:
-        self._synchronize()
-        return time.perf_counter()
+Clock: TypeAlias = Callable[[], float]
+"""Returns monotonic seconds from an arbitrary origin, after all work so far is done."""
 
 
 class ShiftedClock:
@@ -52,10 +22,10 @@ class ShiftedClock:
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self._now = (clock or WallClock()).now
+        self._now = clock or perf_counter
         self._shift = 0.0
 
-    def now(self) -> float:
+    def __call__(self) -> float:
         return self._now() + self._shift
 
     @contextmanager
@@ -69,7 +39,7 @@ class ShiftedClock:
 
     def skip_to(self, time: float) -> None:
         """Skip to a later time; an earlier time changes nothing."""
-        self._shift += max(0.0, time - self.now())
+        self._shift += max(0.0, time - self())
 
 
 class Stopwatch:
@@ -80,7 +50,7 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self._now = (clock or WallClock()).now
+        self._now = clock or perf_counter
 
     def start(self) -> None:
         """Start a step."""
@@ -104,9 +74,20 @@ class Stopwatch:
 
 
 def clock_for(device: str) -> Clock:
-    """Return the clock for work on ``device`` (``cpu``, ``cuda:0``, ...)."""
-    kind = device.split(":")[0]
-    return WallClock() if kind in {"cpu", "meta"} else DeviceClock(device)
+    """Return the clock for work on ``device`` (``cpu``, ``cuda:0``, ...); an accelerator's waits for its stream."""
+    if device.split(":")[0] in {"cpu", "meta"}:
+        return perf_counter
+    import torch
+
+    module = torch.get_device_module(device)
+    stream = getattr(module, "current_stream", None)  # waiting for it alone takes a third of the time
+    synchronize = module.synchronize if stream is None else stream(device).synchronize
+
+    def now() -> float:
+        synchronize()
+        return perf_counter()
+
+    return now
 
 
 def peak_memory(device: str) -> int:

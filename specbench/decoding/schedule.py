@@ -144,7 +144,7 @@ class Scheduler:
 
     def now(self) -> float:
         """Return the time by its clock, which stops while the consumer has a record."""
-        return self._clock.now()
+        return self._clock()
 
     def add(self, start: Callable[[], Request], arrived: float | None = None) -> int:
         """Add a request to the end of the queue.
@@ -204,7 +204,7 @@ class Scheduler:
         """Run one forward pass and continue its requests."""
         requests = [part for _, part in parts]
         fed, scorer = tuple(map(_new_tokens, requests)), requests[0].scorer
-        began = 0.0 if self._watch is None else self._clock.now()
+        began = 0.0 if self._watch is None else self._clock()
         try:
             outputs = [scorer.score(*requests)] if scorer.batch is None else scorer.batch.score(requests)
         except Exception as error:
@@ -246,7 +246,7 @@ class Scheduler:
                 requests=tuple(job.number for job, _ in parts),
                 fed=fed,
                 drafted=tuple(len(part.tokens) for _, part in parts),
-                seconds=self._clock.now() - began,
+                seconds=self._clock() - began,
             )
         )
 
@@ -278,7 +278,7 @@ class Scheduler:
         except Exception as error:
             self._fail(job, error, events)
             return False
-        job.queued_s = self._clock.now() - job.arrived
+        job.queued_s = self._clock() - job.arrived
         job.decoding = decode(job.request, Stopwatch(self._clock))
         self._continue(job, None, events)
         return job.pending is not None

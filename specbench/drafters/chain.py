@@ -157,9 +157,9 @@ class ChainDrafter(Drafter):
         if (cached > 0 or self._has_read) and not 0 < cached <= known - _FEW:
             return (yield request).logits
         self._has_read = True
-        began = self._clock.now()
+        began = self._clock()
         logits = (yield request).logits
-        draft.prefill_s += self._clock.now() - began
+        draft.prefill_s += self._clock() - began
         return logits
 
     def _propose_unread(self, context: Sequence[int], plan: StepPlan, limit: int) -> Decoding[Draft]:

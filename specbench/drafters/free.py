@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.clocks import Clock, WallClock
+from specbench.decoding.clocks import Clock
 from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree, Guess, Source
 from specbench.decoding.protocols import Drafter, DrafterTraits, DraftPolicy, top
@@ -68,7 +69,7 @@ class FreeDrafter(Drafter):
         super().__init__(DrafterTraits(str(spec), trees=self.trees, certain=self.trees))
         self.spec: Any = spec
         self.target = target
-        self.clock: Clock = WallClock()
+        self.clock: Clock = perf_counter
         self._epoch = 0
         self._read = 0  # tokens of the context read so far
 
@@ -90,10 +91,10 @@ class FreeDrafter(Drafter):
     def read(self, context: Sequence[int]) -> float:
         """Take in the new part of the context; return the seconds of a prompt's first reading, or 0."""
         first = self._read == 0
-        began = self.clock.now()
+        began = self.clock()
         self.take_in(context, self._read)
         self._read = len(context)
-        return self.clock.now() - began if first else 0.0
+        return self.clock() - began if first else 0.0
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
         """Return a guess after ``context + drafted``, or ``None``; ``context`` is what was read last.

@@ -77,7 +77,7 @@ def choose(search: Search, predict: Predict, *, longer: bool = False) -> Tuning:
 
     if longer:
         most_s = _SPARE * (rest_s + sum(map(race_s, needed)))
-        search.until = max(search.until, search.clock.now() + most_s)
+        search.until = max(search.until, search.clock() + most_s)
     if search.left_s < 0:
         spent = max(search.seconds, search.seconds - search.left_s)
         raise RunError(
@@ -107,13 +107,13 @@ def _affordable(search: Search, pass_s: float, *, longer: bool) -> int | None:
 
 def _decode_plainly(search: Search, *, longer: bool) -> dict[str, Generation]:
     """Decode the first prompts plainly, which is their share of the race too; return the outputs by prompt."""
-    prompts, began = search.sweep.prompts[:ANSWERS], search.clock.now()
+    prompts, began = search.sweep.prompts[:ANSWERS], search.clock()
     first, error = prompts[0].id, ""
     warmup = Cell(search.plain, first, 0, 0, 0, warmup=True, seed=search.seed(first, "warm-up"))
     search.measured(warmup, _WARMUP_TOKENS)
     found: dict[str, Generation] = {}
     for done, prompt in enumerate(prompts):
-        if found and search.clock.now() - began > _ANSWERING * search.seconds:
+        if found and search.clock() - began > _ANSWERING * search.seconds:
             break
         search.report("decoding plainly", done, ANSWERS)
         measured = search.measured(search.cell(search.plain, Block(prompt.id)), search.tokens)
@@ -133,9 +133,9 @@ def _decode_plainly(search: Search, *, longer: bool) -> dict[str, Generation]:
 def _measure_costs(search: Search) -> PassCosts:
     """Return the times of single passes: those that are stored, or new ones."""
     if not search.store.costs():
-        began = search.clock.now()
+        began = search.clock()
         for done in range(_COST_ROUNDS):
-            if done and search.clock.now() - began > _TIMING * search.seconds:
+            if done and search.clock() - began > _TIMING * search.seconds:
                 break
             search.report("timing passes", done, _COST_ROUNDS)
             if problem := search.session.measure_costs():

@@ -89,7 +89,7 @@ class Search:
         snapshot: Callable[[], LoadSnapshot] = load_snapshot,
     ) -> None:
         self.sweep, self.store, self.families, self.servers = sweep, store, families, servers
-        self.clock, self.seconds, self.until, self.began = clock, seconds, until, clock.now()
+        self.clock, self.seconds, self.until, self.began = clock, seconds, until, clock()
         self._choose, self._asked, self._progress = choose, asked, progress
         self.errors: dict[str, str] = {}
         self.tokens: int | None = None
@@ -161,7 +161,7 @@ class Search:
     @property
     def left_s(self) -> float:
         """Time that is left."""
-        return self.until - self.clock.now()
+        return self.until - self.clock()
 
     @property
     def block_s(self) -> float:
@@ -198,7 +198,7 @@ class Search:
     def _in_time(self, name: str, block: Block) -> bool:
         """Return whether a generation is stored, or would probably end in time."""
         expected_s = self._durations.get(name, 0.0) + self.start_s(name)
-        return self.cell(name, block).key in self._stored or self.clock.now() + expected_s <= self.until
+        return self.cell(name, block).key in self._stored or self.clock() + expected_s <= self.until
 
     def _time(self, name: str, block: Block) -> Timing | None:
         """Return a candidate's timing on a block, from the store if it is there; ``None`` if it failed."""

@@ -80,7 +80,7 @@ def _try(search: Search, names: Sequence[str]) -> tuple[dict[str, list[Generatio
         pairs.sort(key=lambda pair: prompts.index(pair[1]))
     for done, (name, prompt) in enumerate(pairs):
         family = search.families[name]
-        late = search.clock.now() - search.began > _TRYING * search.seconds and tried[name]
+        late = search.clock() - search.began > _TRYING * search.seconds and tried[name]
         if late or (family in failed and name != search.plain):
             continue
         search.report("trying drafters", done, len(pairs))

@@ -29,7 +29,7 @@ class _EmissionTimes(StoppingCriteria):
         self._clock = clock
 
     def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
-        self.last_at = self._clock.now()
+        self.last_at = self._clock()
         if not self.first_length:
             self.first_at, self.first_length = self.last_at, input_ids.shape[1]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -94,7 +94,7 @@ def generate_with_transformers(
     with quiet_transformers(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model: Any = reference.model
-        began = clock.now()
+        began = clock()
         output = model.generate(
             inputs=ids,
             attention_mask=torch.ones_like(ids),
