@@ -194,7 +194,7 @@ class StopRules:
 
     Args:
         end_ids: Token ids that end the output; none to ignore end tokens.
-        stop_strings: Texts that end the output.
+        stop_strings: Texts that end the output, none of them empty.
         tokenizer: Needed for stop strings only.
 
     Raises:
@@ -207,10 +207,6 @@ class StopRules:
         stop_strings: Sequence[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        if stop_strings and tokenizer is None:
-            raise ValueError("stop strings need a tokenizer")
-        if any(not stop for stop in stop_strings):
-            raise ValueError("a stop string is empty")
         specials = special_tokens(tokenizer) if stop_strings else {}
         for stop in stop_strings:
             joined = next((name for name in specials if name in stop), None) if stop not in specials else None

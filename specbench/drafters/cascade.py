@@ -74,7 +74,7 @@ class CascadeDrafter(Drafter):
                     drawn = yield from self.model.draw(context, draft, mixed.plan, limit)
                     if drawn is None:
                         break
-                    mixed.add_drawn(*drawn)
+                    mixed.add(*drawn)
         self._model_was_used = bool(draft.passes)
         return mixed.finished()
 

@@ -19,7 +19,6 @@ from specbench.specs.policies import LONGEST_DRAFT
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
-    from specbench.decoding.logits import Logits
     from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
     from specbench.decoding.sampling import Sampling
     from specbench.specs.drafters import FreeSpec
@@ -198,7 +197,7 @@ class MixedDraft:
         draft, forced = self.draft, 0
         if self._unforced:
             while (token := _forced_token(self._context, draft, self.plan)) is not None:
-                self._add(token, "forced", None)
+                self.add(token, "forced", None)
             forced = draft.sources.count("forced")
         return len(draft.tokens) - forced < limit and len(draft.tokens) < self.plan.budget
 
@@ -210,13 +209,10 @@ class MixedDraft:
         elif q is not None:
             q = q.clone()  # its owner may write the next one into it
             token = self.plan.random.draw(q)
-        self._add(token, guess, q)
+        self.add(token, guess, q)
 
-    def add_drawn(self, token: int, logits: Logits, q: torch.Tensor | None) -> None:
-        """Add a token that a model has drawn by its logits."""
-        self._add(token, logits, q)
-
-    def _add(self, token: int, source: Source, q: torch.Tensor | None) -> None:
+    def add(self, token: int, source: Source, q: torch.Tensor | None) -> None:
+        """Add a token from a source; ``q`` is the distribution that it was drawn from."""
         self.draft.tokens.append(token)
         self.draft.sources.append(source)
         self.draft.guess = None
