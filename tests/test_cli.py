@@ -140,7 +140,7 @@ def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny, monkeypatch):
     def other_tokens(*arguments: Any, **options: Any) -> Iterator[Any]:
         """A loop that is wrong in its fourth token, in plain decoding only."""
         for record in whole(*arguments, **options):
-            third = getattr(record, "index", None) == 2 and arguments[2].traits.name == "none"
+            third = getattr(record, "index", None) == 2 and arguments[0].drafter.traits.name == "none"
             yield replace(record, tokens=((record.tokens[0] + 1) % 256,)) if third else record
 
     monkeypatch.setattr(specbench.generate, "decode_steps", other_tokens)

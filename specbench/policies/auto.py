@@ -27,14 +27,11 @@ _FEW, _ENOUGH = 2, 6
 _DISTURBED = 2.0
 """The first timed drafts may have been disturbed: the drafter may be this many times as fast."""
 
-_PROBING = 0.015
-"""Probing whether drafts pay again may take this share of the time of steps without drafts."""
+_EXPLORING = 0.01
+"""Probing whether drafts pay again, and timing other lengths than the best known, may lose this share of the tokens."""
 
-_LIKELY = 0.05
-"""The same, as a loss, where drafts pay if acceptance is a standard deviation higher than learned."""
-
-_TRIALS = 0.02
-"""Timing other draft lengths than the best known may cost this share of the output's tokens."""
+_SAVED = 3.0
+"""So many tokens of that are saved while drafts pay."""
 
 _TIMED = 3
 """How many samples of a length it takes to know its time."""
@@ -46,9 +43,6 @@ _STEPS = 50
 
 _PRIOR_STEPS = 3.0
 """At first the rate is only expected; that counts like this many steps."""
-
-_REQUIRED = 0.98
-"""The share of the rate that a draft has to earn: drafts also teach, and rates from medians are a little high."""
 
 
 def best_length(chances: Sequence[float], seconds: Sequence[float], rate: float) -> tuple[int, float]:
@@ -100,8 +94,8 @@ class AutoLength(ChainPolicy):
         self._estimator = AcceptanceEstimator(prompt.prior)
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=_STEPS)  # tokens, passes, rows
         self._drawn = self._passes = _PRIOR_STEPS  # tokens of the drafter's model, and its passes for them
-        self._idle = 0  # steps since its last pass
-        self._tokens = self._forgone = 0.0  # so far, and of these those that trials may have cost
+        self._may_lose = 0.0  # tokens, by exploring
+        self._idle = 0  # steps since the drafter's last pass
         self._has_model = True
         self._draft: Draft | None = None
         self._limit = 0
@@ -118,7 +112,7 @@ class AutoLength(ChainPolicy):
             tokens += emitted
             seconds += table.step_s(passes, rows)
         self._plain_rate = 1.0 / self._verify_s[1]
-        self._rate = max(_REQUIRED * tokens / seconds, self._plain_rate)
+        self._rate = max(tokens / seconds, self._plain_rate)
 
     def _best_step(self, chance: float) -> tuple[float, float]:
         """Return expected tokens and seconds of a step of the best fixed length, with this acceptance throughout."""
@@ -136,8 +130,9 @@ class AutoLength(ChainPolicy):
         self._probing = self._too_slow = self._exact = False
         self._may_draw = self._limit > 0 and (not self._has_model or self._pays(budget))
         if self._limit > 0 and not self._may_draw:
-            self._too_slow = self._cannot_pay()
-            self._may_draw = self._probing = not self._too_slow and self._may_probe(budget)
+            faster = _DISTURBED if self.table.timings < _ENOUGH else 1.0
+            self._too_slow = self.table.timings >= _FEW and not self._would_pay(1.0, faster)
+            self._may_draw = self._probing = not self._too_slow and self._may_probe()
         elif self._limit > 0 and (length := self._trial(min(self.gamma_max, budget))) is not None:
             self._limit, self._exact = length, True
         return self._limit
@@ -157,9 +152,7 @@ class AutoLength(ChainPolicy):
             if not 0 <= length <= most or table.samples(length + 1) >= _TIMED:
                 continue
             step_s = table.drafting_s(length) + self._verify_s[length + 1]
-            lost = max(0.0, self._rate * step_s - tokens[length])
-            if self._forgone + lost <= _TRIALS * self._tokens:
-                self._forgone += lost
+            if step_s * self._rate - tokens[length] <= self._may_lose:
                 return length
         return None
 
@@ -169,7 +162,7 @@ class AutoLength(ChainPolicy):
 
         Between two timed ones it is the middle, which tells in which half a jump lies.
         """
-        found, best, beyond = -1, self._rate / _REQUIRED, 2 * len(tokens)
+        found, best, beyond = -1, self._rate, 2 * len(tokens)
         for below, above in pairwise([*self.table.timed, beyond]):
             for g in range(below, min(above - 1, len(tokens))):
                 rate = tokens[g] / (self.table.drafting_s(g) + self._verify_s[below])
@@ -177,7 +170,7 @@ class AutoLength(ChainPolicy):
                     found, best = g if above == beyond else (below + above) // 2 - 1, rate
         return found
 
-    def _pays(self, budget: int, deviations: float = 0.0, faster: float = 1.0) -> bool:
+    def _pays(self, budget: int) -> bool:
         """Return whether the model's first token is worth its time.
 
         If the drafter must read something before, the rest of the output must repay that time too. As it is paid now,
@@ -186,43 +179,33 @@ class AutoLength(ChainPolicy):
 
         Args:
             budget: The most tokens of the rest of the output.
-            deviations: By how many standard deviations acceptance is higher than learned.
-            faster: By how much the drafter is faster than measured.
         """
-        chance = self._estimator.next_chance(deviations)
-        if self._gain(0, 0, chance, chance, faster=faster) <= 0.0:
+        chance = self._estimator.next_chance()
+        if self._gain(0, 0, chance, chance) <= 0.0:
             return False
         if not self.table.reading_s:
             return True
         tokens, seconds = self._best_step(self._estimator.next_chance(-1.0))
         return (self._verify_s[1] - seconds / tokens) * (budget / 2) >= self.table.reading_s
 
-    def _cannot_pay(self) -> bool:
-        """Return whether drafts lose time by the costs alone, even if every token is accepted."""
+    def _would_pay(self, chance: float, faster: float) -> bool:
+        """Return whether any draft would be worth its time with this acceptance and so much faster a drafter."""
         table, v = self.table, self._verify_s
-        if table.timings < _FEW:
-            return False
-        faster = _DISTURBED if table.timings < _ENOUGH else 1.0
         lengths = range(1, self.gamma_max + 1)
         seconds = [table.drafting_s(j) / faster + v[j + 1] - v[1] for j in lengths]
-        return best_length([1.0] * self.gamma_max, seconds, self._plain_rate)[0] == 0
+        return best_length([chance] * self.gamma_max, seconds, self._plain_rate)[0] > 0
 
-    def _may_probe(self, budget: int) -> bool:
+    def _may_probe(self) -> bool:
         """Return whether the model drafts a token to find out if drafts pay."""
-        table, v = self.table, self._verify_s
-        probe_s = max(table.drafting_s(1), table.restart_s) + v[2] - v[1] + table.reading_s
-        if _PROBING * self._idle * v[1] >= probe_s:
+        table, v, chance = self.table, self._verify_s, self._estimator.next_chance()
+        if not table.reading_s and table.timings < _FEW:
             return True
-        if table.reading_s:
-            return False
-        if table.timings < _FEW:
-            return True
-        lost_s = probe_s - self._estimator.next_chance() * v[1]
-        if _LIKELY * self._idle * v[1] >= lost_s and self._pays(budget, deviations=1.0):
-            return True
-        # Probes are ever further apart while the few times so far may all have been disturbed.
+        # The few times so far may all have been disturbed.
         due = table.timings < _ENOUGH and self._idle >= 2 ** (table.timings - _FEW)
-        return due and self._pays(budget, faster=_DISTURBED)
+        if due and not table.reading_s and self._would_pay(chance, _DISTURBED):
+            return True
+        probe_s = max(table.drafting_s(1), table.restart_s) + v[2] - v[1] + table.reading_s
+        return probe_s * self._plain_rate - chance <= self._may_lose
 
     def should_continue(self, draft: Draft) -> bool:
         self._draft = draft
@@ -252,9 +235,7 @@ class AutoLength(ChainPolicy):
         )
         return self._gain(k, passes, drawn, drawn, read) > match
 
-    def _gain(
-        self, k: int, passes: int, chance: float, later: float, free: int = 0, faster: float = 1.0
-    ) -> float:
+    def _gain(self, k: int, passes: int, chance: float, later: float, free: int = 0) -> float:
         """Return how many output tokens the best longer draft is worth more than this one.
 
         Args:
@@ -263,15 +244,13 @@ class AutoLength(ChainPolicy):
             chance: The chance that the next token is accepted if those so far are.
             later: The same of each later one.
             free: How many of the next tokens need no pass.
-            faster: By how much the drafter is faster than measured.
         """
         v, more = self._verify_s, self._limit - k
         tokens_per_pass = max(1.0, self._drawn / self._passes)
         seconds = []
         for j in range(1, more + 1):
             further = max(1.0, (j - free) / tokens_per_pass) if j > free else 0.0
-            drafting_s = self.table.drafting_s(further, passes) / faster
-            seconds.append(drafting_s + v[k + 1 + j] - v[k + 1])
+            seconds.append(self.table.drafting_s(further, passes) + v[k + 1 + j] - v[k + 1])
         chances = [self._estimator.survival * chance, *[later] * (more - 1)][:more]
         return best_length(chances, seconds, self._rate)[1]
 
@@ -279,11 +258,15 @@ class AutoLength(ChainPolicy):
 
     def observe(self, step: Step) -> None:
         passes, draft = passes_of(step), self._draft
-        self._tokens += len(step.tokens)
         self.table.observe(step)
         self._estimator.learn(draft, step)
         self._steps.append((len(step.tokens), passes, step.verified))
         self._idle = 0 if passes else self._idle + 1
+        self._may_lose += _EXPLORING * len(step.tokens)
+        if self._probing or self._exact:
+            self._may_lose -= self.table.step_s(passes, step.verified) * self._rate - len(step.tokens)
+        if passes:
+            self._may_lose = min(self._may_lose, _SAVED)
         if passes and draft is not None:
             drawn = sum(not is_guess(draft, i) for i in range(len(draft.tokens)))
             self._drawn += drawn

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 LATEST = 9
 """How many of the latest samples of a kind of pass are kept."""
 
-_DRAFTS, _PASSES = 24, 500
-"""How many of the latest drafts count, and in how many of the latest steps a time has to be seen to be known."""
-
 _CHANGED = 1.5
 """Three drafts in a row that take this many times as long as expected, or as short, make earlier ones obsolete."""
 
@@ -114,8 +111,11 @@ class MeasuredCosts(CostTable):
     def begin(self, prompt: NewPrompt) -> None:
         super().begin(prompt)
         self._prefill_s = prompt.token_s
-        # Of each step: passes, seconds per pass, seconds of the rest, verified tokens.
-        self._drafts: deque[tuple[int, float, float, int]] = deque(maxlen=_DRAFTS)
+        # Of the latest drafts, by passes: seconds over those of the rest of the step, and its verified tokens.
+        self._drafts: dict[int, deque[tuple[float, int]]] = {}
+        self._last: deque[tuple[int, tuple[float, int]]] = deque(
+            maxlen=3
+        )  # of all of these, with their passes
         self._drafted = True  # in the last step
         self._rest = PassTimes()
         self.timings, self.longest, self.timed, self.restart_s = 0, _FIRST, (), 0.0
@@ -125,7 +125,7 @@ class MeasuredCosts(CostTable):
         return self._rest.seconds(n)
 
     def samples(self, n: int) -> float:
-        return self._rest.latest.count(n)
+        return len(self._rest.seen.get(n, ()))
 
     @property
     def reading_s(self) -> float:
@@ -141,21 +141,27 @@ class MeasuredCosts(CostTable):
         self.timed = sorted(self._rest.seen)
         self.longest = max(_FIRST, 2 * (self.timed[-1] - 1))
         if draft_s is not None:
-            self._drafts.append((passes, draft_s, max(rest_s, INSTANT), step.verified))
-            self.timings += 1
+            self._add(passes, passes * draft_s / max(rest_s, INSTANT), step.verified)
         if not self._drafts:
             self.first_s = self.later_s = ASSUMED_C * self._rest.first_s
             return
-        made = [(k, k * seconds * self._rest.seconds(n) / rest) for k, seconds, rest, n in self._drafts]
-        ratios = [seconds / max(self.drafting_s(k), INSTANT) for k, seconds in made[-3:]]
-        if draft_s is not None and len(made) > 3 and (min(ratios) > _CHANGED or max(ratios) < 1 / _CHANGED):
-            made, self.timings = made[-3:], 3
-            for _ in range(len(self._drafts) - 3):
-                self._drafts.popleft()
-        scaled: dict[int, list[float]] = {}
-        for k, seconds in made:
-            scaled.setdefault(k, []).append(seconds)
-        self.first_s, self.later_s = fit_drafts(scaled)
+        made = {
+            k: [share * self._rest.seconds(n) for share, n in drafts] for k, drafts in self._drafts.items()
+        }
+        self.first_s, self.later_s = fit_drafts(made)
+
+    def _add(self, passes: int, share: float, n: int) -> None:
+        """Add the time of a draft, as a share of the rest of its step, in which ``n`` tokens were verified."""
+        added = [(passes, (share, n))]
+        self._last += added
+        self.timings += 1
+        ratios = [
+            share * self._rest.seconds(n) / max(self.drafting_s(k), INSTANT) for k, (share, n) in self._last
+        ]
+        if self.timings > 3 and (min(ratios) > _CHANGED or max(ratios) < 1 / _CHANGED):
+            self._drafts, self.timings, added = {}, 3, [*self._last]
+        for k, each in added:
+            self._drafts.setdefault(k, deque(maxlen=LATEST)).append(each)
 
     def _sample(self, step: Step, passes: int) -> tuple[float | None, float]:
         """Return seconds per drafter's pass, ``None`` where the step does not tell, and of the rest of the step."""
@@ -182,14 +188,12 @@ class PassTimes:
     1961) and the fewer its samples are, and that line towards a gentle slope.
 
     Attributes:
-        seen: The samples by number of tokens.
-        latest: The numbers of tokens of the latest samples.
+        seen: The latest samples by number of tokens.
         first_s: The line's time for one token.
     """
 
     def __init__(self) -> None:
         self.seen: dict[int, deque[float]] = {}
-        self.latest: deque[int] = deque(maxlen=_PASSES)
         self.first_s, self._slope_s = 1.0, SLOPE
         self._off_line: dict[int, float] = {}
         self._least_s = 1.0
@@ -205,7 +209,6 @@ class PassTimes:
     def add(self, n: int, seconds: float) -> None:
         """Add a sample, fit a line through the medians, weighted by their samples, and keep the residuals."""
         self.seen.setdefault(n, deque(maxlen=LATEST)).append(seconds)
-        self.latest.append(n)
         weights = {n: float(len(made)) for n, made in self.seen.items()}
         medians = never_falling({n: median_low(made) for n, made in self.seen.items()})
         level = sum(w * medians[n] / (1 + SLOPE * (n - 1)) for n, w in weights.items()) / sum(
