@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Generation, Step
 
 MIN_PAIRS, MAX_PAIRS = 3, 12
-"""Numbers of pairs if none is given."""
+"""Fewest and most pairs."""
 
 ENOUGH_S = 10.0
 """Pairs are added up to this time in all."""
@@ -42,7 +42,6 @@ class Pairs:
 
     Args:
         decode: Decodes the prompt once, plainly if its argument is true; its exceptions pass through.
-        repeats: Number of pairs; ``None`` for 3, or more if generations are short.
         snapshot: Reads the machine load before and after each generation.
 
     Attributes:
@@ -52,14 +51,13 @@ class Pairs:
     def __init__(
         self,
         decode: Callable[[bool], Generation],
-        repeats: int | None = None,
         *,
         clock: Clock | None = None,
         snapshot: Callable[[], LoadSnapshot] = load_snapshot,
     ) -> None:
         self.speculative: list[Generation] = []
         self.plain: list[Generation] = []
-        self._decode, self._repeats = decode, repeats
+        self._decode = decode
         self._clock, self._snapshot = clock or perf_counter, snapshot
         self._disturbances: Counter[str] = Counter()
         self._fastest_mhz = 0.0
@@ -81,8 +79,6 @@ class Pairs:
 
     def _is_enough(self, seconds: float) -> bool:
         pairs = min(len(self.plain), len(self.speculative))
-        if self._repeats is not None:
-            return pairs >= self._repeats
         return pairs >= MIN_PAIRS and (pairs >= MAX_PAIRS or seconds * (pairs + 1) / pairs > ENOUGH_S)
 
     def figures(self) -> Json:
