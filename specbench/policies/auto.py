@@ -264,7 +264,10 @@ class AutoLength(ChainPolicy):
         self._idle = 0 if passes else self._idle + 1
         self._may_lose += _EXPLORING * len(step.tokens)
         if self._probing or self._exact:
-            self._may_lose -= self.table.step_s(passes, step.verified) * self._rate - len(step.tokens)
+            step_s = self.table.step_s(passes, step.verified)
+            if self._probing:  # its pass has read what was emitted before
+                step_s = max(step_s, self.table.verify_s(step.verified) + self.table.restart_s)
+            self._may_lose -= step_s * self._rate - len(step.tokens)
         if passes:
             self._may_lose = min(self._may_lose, _SAVED)
         if passes and draft is not None:

@@ -174,7 +174,7 @@ class MeasuredCosts(CostTable):
         # After steps without a draft the first pass has read more than usual, and the time is only an upper bound.
         if not self._drafted:
             self.restart_s = draft_s
-        if not self._drafted and draft_s >= self.drafting_s(passes):
+        if not self._drafted and draft_s >= (1 - 2 * _NOISE) * self.drafting_s(passes):
             self.timings += 1
             return None, rest_s
         return draft_s / passes, rest_s
