@@ -304,19 +304,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     given = parse(arguments)
     until = time.monotonic() + 60 * given.minutes
-    kept = (
-        "target",
-        "assistant",
-        "setting",
-        "dtype",
-        "drafter_dtype",
-        "prompts",
-        "limit",
-        "tokens",
-        "seed",
-    )
+    varying = ("repeats", "resume", "minutes")  # may differ between the parts of a measurement
     # By name: a path is nobody else's business.
-    settings = {name: _without_folders(getattr(given, name)) for name in kept}
+    settings = {name: _without_folders(each) for name, each in vars(given).items() if name not in varying}
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     done, complete = decoded(given, parts.Parts(given.resume, settings), until)
     if not done:
