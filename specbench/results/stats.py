@@ -25,7 +25,7 @@ AT_EVERY_LOOK = 0.9925
 together as often as a single interval of ``CONFIDENCE`` (benchmarks/interval_coverage.py)."""
 
 WIDEST = 10.0
-"""Largest ratio of the bounds of a race that are shown: a race's error control makes those of few blocks useless."""
+"""Largest ratio of an interval's ends that are shown: those of two repeats or of a race's first blocks say nothing."""
 
 FEWEST = 3
 """Fewest prompts, or groups of requests, that have an interval: of two, it is as good as without ends."""
@@ -380,7 +380,7 @@ def ratio_text(ratio: Estimate, times: str = "×") -> str:
     """
     if math.isnan(ratio.value):
         return "–"
-    if ratio.low is None or ratio.high is None:
+    if ratio.low is None or ratio.high is None or ratio.high > WIDEST * ratio.low:
         return f"{decimals(ratio.value)}{times} [too few to say]"
     ends = (ratio.low, ratio.high)
     digits = 2
