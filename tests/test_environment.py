@@ -138,7 +138,7 @@ def test_each_disturbance_has_its_warning_and_advice(after, expected):
 def test_a_machine_that_is_busy_before_the_sweep():
     found = warn_at_start(quiet(load_average=4.5))
     assert [warning.message for warning in found] == [
-        "The machine is busy: a load of 4.5 on 4 cores before the sweep."
+        "The machine is busy: a load of 4.5 on 4 cores before it began."
     ]
     assert [warning.id for warning in warn_at_start(quiet(available_bytes=1))] == ["memory-pressure"]
 

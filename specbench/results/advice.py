@@ -52,7 +52,7 @@ def warn_at_start(now: LoadSnapshot) -> list[RunWarning]:
     found = []
     if now.load_average is not None and now.load_average > now.cores:
         message = (
-            f"The machine is busy: a load of {now.load_average:.1f} on {now.cores} cores before the sweep."
+            f"The machine is busy: a load of {now.load_average:.1f} on {now.cores} cores before it began."
         )
         found.append(RunWarning("machine-busy", "warning", message, "Close other programs or wait for them."))
     if now.available_bytes < LOW_MEMORY * now.memory_bytes:
