@@ -6,13 +6,14 @@ import itertools
 import math
 import random as standard_random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
 import pytest
 from scripted import Logits, ScriptedScorer, Ticking, enumerate_outcomes, random_table
-from test_policies import UnsteadyClock, a_step
+from test_policies import UnsteadyClock, a_step, chain_rule
 
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest, NewPrompt
 from specbench.decoding.records import SharedPass, Step
@@ -42,19 +43,15 @@ def fair(tokens: Sequence[int]) -> Any:
     return TARGET(tokens) + 1.6 * NOISE(tokens)
 
 
+@dataclass(eq=False)
 class Model:
     """Reads for several requests at once, and takes as long as it is told for so many rows, and for unequal ones."""
 
-    def __init__(
-        self, logits: Logits, seconds: Seconds, clock: Any, uneven_s: float = 0.0, vocab: int = VOCAB
-    ) -> None:
-        self.logits, self.seconds, self.clock, self.uneven_s, self.vocab = (
-            logits,
-            seconds,
-            clock,
-            uneven_s,
-            vocab,
-        )
+    logits: Logits
+    seconds: Seconds
+    clock: Any
+    uneven_s: float = 0.0
+    vocab: int = VOCAB
 
     @property
     def loaded(self) -> object:
@@ -90,9 +87,8 @@ class Served(NamedTuple):
     @property
     def speed(self) -> float:
         """Tokens per second of all together."""
-        return sum(len(step.tokens) for each in self.steps.values() for step in each) / max(
-            self.ended.values()
-        )
+        tokens = sum(len(step.tokens) for steps in self.steps.values() for step in steps)
+        return tokens / max(self.ended.values())
 
     @property
     def gammas(self) -> list[float]:
@@ -383,8 +379,6 @@ def test_what_the_drafter_has_not_read_is_weighed():
 
 FEW = 2
 SMALL, SMALL_DRAFT = random_table(5, FEW), random_table(6, FEW)
-
-
 PROMPTS = ((1, 0, 1), (0, 0, 1, 1))
 
 
@@ -418,23 +412,11 @@ def together(rule: str, new: int, lengths: set[tuple[int, ...]], random: Any) ->
     return tuple(map(tuple, tokens))
 
 
-def alone(prompt: Sequence[int], new: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The target's own distribution, by the chain rule."""
-    grown: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(new):
-        longer = {}
-        for tokens, weight in grown.items():
-            p = sampling.probabilities(SMALL([*prompt, *tokens]).unsqueeze(0), [*prompt, *tokens])[0].double()
-            longer |= {(*tokens, token): weight * float(p[token] / p.sum()) for token in range(FEW)}
-        grown = longer
-    return grown
-
-
 @pytest.mark.parametrize("new", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_two_requests_keep_their_distributions_and_know_nothing_of_each_other(new):
     lengths: set[tuple[int, ...]] = set()
     found: dict[Any, float] = enumerate_outcomes(lambda replay: together("auto", new, lengths, replay))  # type: ignore[arg-type, return-value]
-    first, second = (alone(prompt, new, Sampling(1.0)) for prompt in PROMPTS)
+    first, second = (chain_rule(SMALL, prompt, new) for prompt in PROMPTS)
     for (a, p), (b, q) in itertools.product(first.items(), second.items()):
         assert found.get((a, b), 0.0) == pytest.approx(p * q, abs=1e-6)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-6)

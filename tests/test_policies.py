@@ -55,10 +55,6 @@ class UnsteadyClock:
         return self.time
 
 
-def costs(c: float, slope: float = 0.02) -> GivenCosts:
-    return GivenCosts(c, {1: 1.0, 17: 1.0 + 16 * slope})
-
-
 # Options under which these small models make every rule draft longer here and shorter there.
 RULES: dict[str, Callable[[], DraftPolicy]] = {
     "fixed": lambda: build_policy("fixed:gamma=3"),
@@ -70,7 +66,7 @@ RULES: dict[str, Callable[[], DraftPolicy]] = {
     "svip": lambda: build_policy("svip:threshold=0.35"),
     "heuristic": lambda: build_policy("heuristic:gamma=1,max=3"),
     "auto, measured": lambda: build_policy("auto:max=2"),
-    "auto, given": lambda: build_with(costs(0.4), "auto"),
+    "auto, given": lambda: build_with(GivenCosts(0.4, {1: 1.0, 17: 1.32}), "auto"),
 }
 
 
@@ -78,11 +74,6 @@ def rule(spec: str) -> Any:
     policy = build_policy(spec)
     policy.begin(NewPrompt())
     return policy
-
-
-def auto(costs: GivenCosts | None = None, gamma_max: int = 16) -> Any:
-    spec = f"auto:max={gamma_max}"
-    return rule(spec) if costs is None else build_with(costs, spec)
 
 
 def model() -> ModelDrafter:
@@ -96,18 +87,11 @@ def good_model() -> ModelDrafter:
 
 
 def decode(
-    policy: DraftPolicy,
-    drafter: Any = None,
-    *,
-    random: Any = None,
-    prompt: Sequence[int] = PROMPT,
-    target: ScriptedScorer | None = None,
-    **options: Any,
+    policy: DraftPolicy, drafter: Any = None, *, random: Any = None, max_new_tokens: int = 40, **options: Any
 ) -> tuple[list[int], list[Step]]:
-    settings = {"sampling": Sampling(1.0), "max_new_tokens": 40, "clock": UnsteadyClock(), **options}
     first, *steps = steps_of(
-        prompt, target or ScriptedScorer(TARGET, VOCAB), drafter or model(), policy=policy,
-        random=random or Randomness(0), **settings,
+        PROMPT, ScriptedScorer(TARGET, VOCAB), drafter or model(), policy=policy, sampling=Sampling(1.0),
+        random=random or Randomness(0), max_new_tokens=max_new_tokens, clock=UnsteadyClock(), **options,
     )  # fmt: skip
     assert isinstance(first, Prefill)
     return tokens_of([first, *steps]), steps
@@ -124,45 +108,31 @@ def experienced(rule: str) -> DraftPolicy:
 # -- the distribution is kept ------------------------------------------------------------------------
 
 
-def distribution(policy: Callable[[], DraftPolicy], new: int) -> dict[tuple[int, ...], float]:
-    """The loop's exact output distribution."""
-
-    def run(replay: Any) -> tuple[int, ...]:
-        return tuple(decode(policy(), random=replay, max_new_tokens=new, first_target=False)[0])
-
-    return enumerate_outcomes(run, new)
-
-
-def target_distribution(new: int) -> dict[tuple[int, ...], float]:
-    """By the chain rule, without anything of the loop."""
+def chain_rule(
+    table: Callable[[Sequence[int]], torch.Tensor], prompt: Sequence[int], new: int
+) -> dict[tuple[int, ...], float]:
+    """The distribution of the next tokens at temperature 1, without anything of the loop."""
     found = {(): 1.0}
     for _ in range(new):
         found = {
-            (*tokens, token): weight * float(TARGET([*PROMPT, *tokens]).double().softmax(0)[token])
+            (*tokens, token): weight * chance
             for tokens, weight in found.items()
-            for token in range(VOCAB)
+            for token, chance in enumerate(table([*prompt, *tokens]).double().softmax(0).tolist())
         }
     return found
-
-
-def gap(found: dict[tuple[int, ...], float]) -> float:
-    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
-    expected = target_distribution(len(next(iter(found))))
-    return max(abs(found.get(key, 0.0) - weight) for key, weight in expected.items())
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_output_distribution_is_the_targets_whatever_was_learnt_before(rule):
     policy = experienced(rule)
-    assert gap(distribution(lambda: copy.deepcopy(policy), 3)) < 1e-6
 
+    def run(replay: Any) -> tuple[int, ...]:
+        return tuple(decode(copy.deepcopy(policy), random=replay, max_new_tokens=3, first_target=False)[0])
 
-SCRIPT = [4, 5, 6, 7, 8, 9]
-WIDE = 12
-
-
-def scripted(tokens: Sequence[int], **options: Any) -> ScriptedScorer:
-    return ScriptedScorer(fixed_script(tokens, WIDE, 3), WIDE, **options)
+    found = enumerate_outcomes(run, 3)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    for tokens, weight in chain_rule(TARGET, PROMPT, 3).items():
+        assert found.get(tokens, 0.0) == pytest.approx(weight, rel=0, abs=1e-6)
 
 
 # -- limits, passes, questions -----------------------------------------------------------------------
@@ -190,7 +160,7 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw():
             events.append(("draws", distributions[0].best(1)[0], len(drafter.scorer.passes)))
             return (1,)
 
-    drafter = ModelDrafter(scripted(SCRIPT), "model")
+    drafter = ModelDrafter(ScriptedScorer(fixed_script([4, 5, 6, 7, 8, 9], 12, 3), 12), "model")
     draft = run_to_end(drafter.propose([1, 2, 3], StepPlan(9, Noting(7), Sampling(), Randomness(0))))
     assert draft.tokens == [4, 5]
     assert events == [
@@ -230,13 +200,10 @@ def test_confidence_is_the_probability_of_the_token_that_was_drawn():
     assert confidence(Draft([4, 5]), 1) == 1.0
 
 
-def evidence_of(drafter: Any, context: list[int], length: int) -> Draft:
-    drafter.begin(context)
-    return run_to_end(drafter.propose(context, StepPlan(99, FixedLength(length), Sampling(), Randomness(0))))
-
-
 def test_ngram_knows_how_often_its_token_came():
-    draft = evidence_of(NGramDrafter(NGram(order=2)), [1, 2, 1, 2, 1, 3, 2, 1], 2)
+    drafter, context = NGramDrafter(NGram(order=2)), [1, 2, 1, 2, 1, 3, 2, 1]
+    drafter.begin(context)
+    draft = run_to_end(drafter.propose(context, StepPlan(99, FixedLength(2), Sampling(), Randomness(0))))
     assert draft.tokens == [2, 1]
     # 1 → 2, 2, 3 and 2 → 1, 1, 1, with one sight of something else.
     assert draft.sources == [Guess(2, 2 / 4), Guess(1, 3 / 4)]
@@ -416,11 +383,8 @@ def test_one_outcome_moves_the_curve_by_one_newton_step():
 # -- costs -------------------------------------------------------------------------------------------
 
 
-def timed(gamma: int, draft: float, verify: float, *, index: int = 1, prefill: float = 0.0) -> Step:
-    return replace(
-        a_step(gamma, gamma, index=index),
-        times=StepTimes(draft_s=draft, verify_s=verify / 2, accept_s=verify / 2, draft_prefill_s=prefill),
-    )
+def timed(gamma: int, draft: float, verify: float) -> Step:
+    return a_step(gamma, gamma, draft_s=draft, verify_s=verify / 2, accept_s=verify / 2)
 
 
 def test_costs_are_assumed_until_they_are_measured():
@@ -502,28 +466,26 @@ def test_auto_drafts_on_where_only_a_steps_first_pass_is_dear(alpha, least):
     """As beside a busy core: who takes all passes to be as dear as the first drafts one token or none."""
     found = []
     for seed in range(3):
-        policy, generator, gammas = auto(), random.Random(seed), []
+        policy, generator, gammas = rule("auto:max=16"), random.Random(seed), []
         for index in range(80):
             gamma = draft_length(policy)
             gammas.append(gamma)
             accepted = next((i for i in range(gamma) if generator.random() >= alpha), gamma)
             draft_s = (0.7 + 0.1 * (gamma - 1)) * math.exp(generator.gauss(0.0, 0.2)) if gamma else 0.0
-            step = a_step(gamma, accepted, index=index)
-            policy.observe(replace(step, times=StepTimes(draft_s=draft_s, verify_s=1.0)))
+            policy.observe(a_step(gamma, accepted, index=index, draft_s=draft_s, verify_s=1.0))
         found.append(sum(gammas[40:]) / 40)
     assert sum(found) / 3 >= least
 
 
 @pytest.mark.parametrize("disturbed", [1, 2, 3])
 def test_auto_gets_over_slow_first_passes_of_the_drafter(disturbed):
-    policy = auto()
+    policy = rule("auto:max=16")
     gammas = []
     for index in range(90):
         gamma = draft_length(policy)
         gammas.append(gamma)
         slow = 1.8 if sum(each > 0 for each in gammas) <= disturbed else 1.0
-        step = a_step(gamma, gamma, index=index)
-        policy.observe(replace(step, times=StepTimes(draft_s=0.65 * gamma * slow, verify_s=1.0)))
+        policy.observe(a_step(gamma, gamma, index=index, draft_s=0.65 * gamma * slow, verify_s=1.0))
     assert gammas.count(0) <= 20
     assert 0 not in gammas[-20:]
 
@@ -549,13 +511,11 @@ def test_values_outside_their_range_are_refused(spec):
 # -- drafts that cost a pass for some of their tokens only -------------------------------------------
 
 
-def mixed(kinds: str, ahead: bool = False, passes: int | None = None, evidence: float = 0.75) -> Draft:
+def mixed(kinds: str, ahead: bool = False, evidence: float = 0.75) -> Draft:
     """A draft of a cascade: f is a free token with evidence, m one of the model's with confidence 0.6."""
     sources = [Guess(1, evidence) if kind == "f" else Logits(logits_of(0.4, 0.6)) for kind in kinds]
-    passes = kinds.count("m") if passes is None else passes
-    return Draft(
-        [1] * len(kinds), sources=sources, guess=Guess(1, evidence) if ahead else None, passes=passes
-    )
+    guess = Guess(1, evidence) if ahead else None
+    return Draft([1] * len(kinds), sources=sources, guess=guess, passes=kinds.count("m"))
 
 
 def test_confidence_of_a_mixed_draft():
@@ -566,7 +526,7 @@ def test_confidence_of_a_mixed_draft():
 
 
 def test_auto_takes_free_tokens_where_the_model_does_not_pay():
-    policy = auto(GivenCosts(0.9, {1: 1.0, 9: 1.05}), 8)
+    policy = build_with(GivenCosts(0.9, {1: 1.0, 9: 1.05}), "auto:max=8")
     for index in range(60):
         limit = policy.begin_step(20)
         made = mixed("")
@@ -583,7 +543,7 @@ def test_auto_takes_free_tokens_where_the_model_does_not_pay():
 
 @pytest.mark.parametrize("right", [True, False])
 def test_auto_learns_from_copies_that_it_does_not_make(right):
-    policy = auto(GivenCosts(0.0, {1: 1.0, 2: 1.3, 9: 3.4}), 8)
+    policy = build_with(GivenCosts(0.0, {1: 1.0, 2: 1.3, 9: 3.4}), "auto:max=8")
     lengths = []
     for index in range(40):
         policy.begin_step(20)
@@ -613,7 +573,7 @@ def step_of(kinds: str, accepted: int, index: int) -> tuple[Draft, Step]:
     [(0.05, 0.2, 0.95, True), (0.3, 0.95, 0.95, False), (0.05, 0.95, 0.2, False), (0.6, 0.2, 0.7, False)],
 )
 def test_auto_lets_the_model_draft_where_a_match_is_doubtful(draft_s, free_is_right, model_is_right, rather):
-    policy = auto(GivenCosts(draft_s, {1: 1.0, 9: 1.05}), 8)
+    policy = build_with(GivenCosts(draft_s, {1: 1.0, 9: 1.05}), "auto:max=8")
     chances = random.Random(0)
     for index in range(120):
         kind = "f" if index % 2 else "m"
@@ -628,7 +588,7 @@ def test_auto_lets_the_model_draft_where_a_match_is_doubtful(draft_s, free_is_ri
 
 
 def test_auto_looks_again_with_one_pass_and_all_free_tokens():
-    policy = auto(GivenCosts(0.9, {1: 1.0, 9: 1.05}), 8)
+    policy = build_with(GivenCosts(0.9, {1: 1.0, 9: 1.05}), "auto:max=8")
     probes = 0
     for index in range(300):
         assert policy.begin_step(20) == 8
@@ -648,7 +608,7 @@ def test_auto_looks_again_with_one_pass_and_all_free_tokens():
 
 
 def test_a_probe_that_took_no_pass_is_not_paid_for():
-    policy = auto(GivenCosts(0.9, {1: 1.0, 9: 1.05}), 8)
+    policy = build_with(GivenCosts(0.9, {1: 1.0, 9: 1.05}), "auto:max=8")
     for index in range(1000):
         policy.begin_step(20)
         probing = bool(policy.notes()["probe"])
