@@ -126,9 +126,6 @@ class Walk:
         assert found.shape == (drafts + 1, VOCAB)
         if check:
             assert_close(found, whole(self.scorer.model, self.context, drafted))
-        self.rollback(drafted)
-
-    def rollback(self, drafted: Sequence[int]) -> None:
         accepted = self.random.randint(0, len(drafted))
         self.context += [*drafted[:accepted], *self.tokens(1)]
         fed = self.scorer.cache.length
@@ -281,15 +278,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_drafter_without_numbers_drafts_nothing_there_and_says_so_once(way, caplog):
-    front, rule, sampling, requests = (
-        WAYS[way].get(key, usual)
-        for key, usual in (
-            ("front", ""),
-            ("policy", "fixed:gamma=4"),
-            ("sampling", Sampling()),
-            ("requests", 1),
-        )
-    )
+    usual = {"front": "", "policy": "fixed:gamma=4", "sampling": Sampling(), "requests": 1}
+    front, rule, sampling, requests = (usual | WAYS[way]).values()
     warn_of_no_numbers.cache_clear()
     target = wrap_target(tiny_llama(), name="tiny")
     prompt, settings = [5, 6, 7], {"max_new_tokens": 30, "ignore_eos": True}

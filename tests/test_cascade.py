@@ -198,11 +198,6 @@ def cascade(
     return Watched(LookupDrafter(Lookup(None, min_match)), drafter, max_passes)
 
 
-def best(logits: Logits) -> int:
-    """The most probable token."""
-    return logits.best(1)[0]
-
-
 BEGUN, NEW_TEXT = [1, 2, 3, 4, 5, 6, 9], [1, 2, 3, 4, 5, 6, 7]
 
 

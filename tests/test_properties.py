@@ -12,15 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, judge, steps_of
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, judge, steps_of, tokens_of
+from test_caches import VOCAB, tiny, whole
+from test_policies import a_step
 from tiny import tiny_tokenizer
 from tokenizers import processors
 
@@ -284,9 +286,9 @@ def drafter_of(kind: str, made: dict[str, Any], target: ScriptedScorer) -> Any:
 
 def decoded(
     kind: str, made: dict[str, Any], sampling: Sampling, random: Any
-) -> tuple[ScriptedScorer, Prefill, list[Step]]:
+) -> tuple[ScriptedScorer, list[Any]]:
     target = scripted(made["target"], cache=ScriptedCache(), context_limit=made["limit"])
-    first, *steps = steps_of(
+    records = steps_of(
         made["prompt"],
         target,
         drafter_of(kind, made, target),
@@ -297,15 +299,7 @@ def decoded(
         stops=StopRules(tuple(made["end_ids"])),
         first_target=made["first_target"],
     )
-    assert isinstance(first, Prefill)
-    return target, first, steps
-
-
-def tokens_of(first: Prefill, steps: Sequence[Step]) -> list[int]:
-    return [
-        *([] if first.token is None else [first.token]),
-        *(token for step in steps for token in step.tokens),
-    ]
+    return target, list(records)
 
 
 def room_of(made: dict[str, Any]) -> int:
@@ -325,35 +319,36 @@ def test_greedy_decoding_is_the_targets_own_and_ends_where_it_should(kind, made)
         last = int(made["target"][last].argmax())
         expected.append(last)
         reason = "eos" if last in made["end_ids"] else None
-    target, first, steps = decoded(kind, made, Sampling(), Randomness(0))
-    assert tokens_of(first, steps) == expected
-    ended = [first, *steps][-1].finish_reason
-    assert ended == (reason or ("length" if len(expected) == made["new"] else "context-limit"))
-    check_records(made, target, first, steps)
+    target, records = decoded(kind, made, Sampling(), Randomness(0))
+    assert tokens_of(records) == expected
+    assert records[-1].finish_reason == (
+        reason or ("length" if len(expected) == made["new"] else "context-limit")
+    )
+    check_records(made, target, records)
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from(KINDS), loops(largest=5, longest=14), SAMPLINGS, st.integers(0, 2**32))
 def test_sampled_decoding_keeps_to_what_is_possible(kind, made, sampling, seed):
-    target, first, steps = decoded(kind, made, sampling, Randomness(seed))
-    output = tokens_of(first, steps)
-    check_records(made, target, first, steps)
+    target, records = decoded(kind, made, sampling, Randomness(seed))
+    output = tokens_of(records)
+    check_records(made, target, records)
     context = list(made["prompt"])
     for token in output:
         assert float(sampling.probabilities(made["target"][context[-1]][None], context)[0, token]) > 0.0
         context.append(token)
     assert all(token not in made["end_ids"] for token in output[:-1]), "the output goes on behind its end"
-    assert output == tokens_of(*decoded(kind, made, sampling, Randomness(seed))[1:])
+    assert output == tokens_of(decoded(kind, made, sampling, Randomness(seed))[1])
 
 
-def check_records(
-    made: dict[str, Any], target: ScriptedScorer, first: Prefill, steps: Sequence[Step]
-) -> None:
+def check_records(made: dict[str, Any], target: ScriptedScorer, records: Sequence[Any]) -> None:
     """What must hold of every step, and of the cache behind the last."""
-    output = tokens_of(first, steps)
+    output = tokens_of(records)
+    first, *steps = records
+    assert isinstance(first, Prefill)
     assert len(output) <= room_of(made)
-    assert all(record.finish_reason is None for record in [first, *steps][:-1])
-    assert [first, *steps][-1].finish_reason is not None
+    assert all(record.finish_reason is None for record in records[:-1])
+    assert records[-1].finish_reason is not None
     position = len(made["prompt"]) + (first.token is not None)
     for index, step in enumerate(steps):
         assert step.index == index
@@ -392,7 +387,7 @@ def test_the_exact_distribution_of_the_output_is_the_targets(kind, made, samplin
                     (expected if token in made["end_ids"] else grown)[*tokens, token] = weight * chance
         growing = grown
     expected |= growing
-    found = enumerate_outcomes(lambda random: tuple(tokens_of(*decoded(kind, made, sampling, random)[1:])))
+    found = enumerate_outcomes(lambda random: tuple(tokens_of(decoded(kind, made, sampling, random)[1])))
     for outcome in {*expected, *found}:
         assert found.get(outcome, 0.0) == pytest.approx(expected.get(outcome, 0.0), abs=1e-5)
 
@@ -442,23 +437,10 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
         gamma = len(draft.tokens)
         assert gamma <= made["room"]
         accepted = min(made["accepted"], gamma)
-        closing: Any = "corrected" if accepted < gamma else "bonus" if gamma else "target"
         cut = made["stopped"] and accepted > 0
-        rule.observe(
-            Step(
-                index=index,
-                position=10 * index + 1,
-                drafted=tuple(draft.tokens),
-                accepted=accepted,
-                tested=accepted if cut else accepted + (closing == "corrected"),
-                tokens=(*draft.tokens[:accepted], *([] if cut else [0])),
-                closing=None if cut else closing,
-                expected_acceptance=(),
-                times=made["times"],
-                finish_reason=None,
-                policy={},
-            )
-        )
+        tokens = (*draft.tokens[:accepted], *([] if cut else [0]))
+        step = a_step(gamma, accepted, index=index, stopped=cut)
+        rule.observe(replace(step, drafted=tuple(draft.tokens), tokens=tokens, times=made["times"]))
         notes = dict(rule.notes())
         assert all(math.isfinite(value) for value in notes.values()), notes
         seen.append((gamma, notes))
@@ -485,44 +467,11 @@ def test_a_rule_copes_with_whatever_comes_and_a_new_prompt_finds_it_fresh(word):
 
 # -- rollback -------------------------------------------------------------------------------------
 
-WINDOW = 6
-
-
-@cache
-def model_of(family: str) -> Any:
-    """A random model of two layers; the same object every time."""
-    settings_of: dict[str, Any] = {
-        "vocab_size": 23, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "initializer_range": 0.4, "max_position_embeddings": 512, "bos_token_id": None,
-        "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    if family == "sliding":
-        config: Any = hf.MistralConfig(**settings_of, sliding_window=WINDOW)
-    elif family == "mixed":
-        config = hf.Gemma3TextConfig(
-            **settings_of,
-            head_dim=8,
-            query_pre_attn_scalar=8,
-            sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention"],
-        )
-    elif family == "convolution":
-        config = hf.Lfm2Config(**settings_of, conv_L_cache=3, layer_types=["conv", "full_attention"])
-    else:
-        config = hf.LlamaConfig(**settings_of)
-    class_name = type(config).__name__.replace("TextConfig", "ForCausalLM").replace("Config", "ForCausalLM")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return getattr(hf, class_name)(config).eval().requires_grad_(False)
-
-
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("feed"), st.integers(0, 12)),  # so many drafts
         st.tuples(st.just("keep"), st.integers(0, 12)),  # so many of those that were fed last
-        st.tuples(
-            st.just("back"), st.integers(1, 30)
-        ),  # so many tokens of the context, which may be out of reach
+        st.tuples(st.just("back"), st.integers(1, 30)),  # so many tokens, which may be out of reach
         st.tuples(st.just("begin"), st.integers(1, 20)),  # a new prompt so long
     ),
     min_size=3,
@@ -530,54 +479,46 @@ OPERATIONS = st.lists(
 )
 
 
-def rolled_back(scorer: Scorer, length: int, family: str) -> bool:
-    """Whether the cache could be rolled back so far; layers that forget may say that they cannot."""
-    try:
-        scorer.rollback(length)
-    except ValueError as refusal:
-        if family == "full" or "given up" not in str(refusal):
-            raise
-        return False
-    return True
-
-
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, kind) for family in ("full", "sliding", "mixed") for kind in ("dynamic", "preallocated")),
-        ("convolution", "dynamic"),
+        *(
+            (family, kind)
+            for family in ("llama", "mistral-sliding", "gemma3")
+            for kind in ("dynamic", "preallocated")
+        ),
+        ("lfm2", "dynamic"),
     ],
 )
 def test_after_any_roll_back_the_logits_are_those_of_the_whole_context(family, kind):
-    model = model_of(family)
-
     @settings(max_examples=20, deadline=None)
     @given(OPERATIONS, st.randoms(use_true_random=False))
     def check(operations: list[tuple[str, int]], chance: Any) -> None:
-        scorer = Scorer(model, kind)
-        context, drafted = chance.choices(range(23), k=9), []
+        scorer = Scorer(tiny(family), kind)
+        context, drafted = chance.choices(range(VOCAB), k=9), []
         for word, count in [*operations, ("feed", 3)]:
             if word == "begin":
                 scorer.begin()
-                context, drafted = chance.choices(range(23), k=count), []
+                context, drafted = chance.choices(range(VOCAB), k=count), []
             elif word == "keep" and drafted:
-                context += [*drafted[:count], chance.randrange(23)]
+                context += [*drafted[:count], chance.randrange(VOCAB)]
                 drafted = []
                 scorer.rollback(len(context) - 1)
                 assert scorer.cache.length <= len(context) - 1
             elif word == "back" and len(context) > count:
-                if not rolled_back(scorer, len(context) - count - 1, family):
+                try:
+                    scorer.rollback(len(context) - count - 1)
+                except ValueError as refusal:  # layers that forget may say that they cannot
+                    if family == "llama" or "given up" not in str(refusal):
+                        raise
                     return
                 context, drafted = context[:-count], []
             elif word == "feed" and not drafted:
-                drafted = chance.choices(range(23), k=count)
+                drafted = chance.choices(range(VOCAB), k=count)
                 found = scorer.logits(context, drafted)
-                with torch.inference_mode():
-                    ids = torch.tensor([[*context, *drafted]])
-                    expected = model(input_ids=ids, use_cache=False).logits[0, -count - 1 :]
-                torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+                torch.testing.assert_close(found, whole(tiny(family), context, drafted), rtol=0, atol=1e-4)
                 if not drafted:  # nothing to keep: one token more
-                    context.append(chance.randrange(23))
+                    context.append(chance.randrange(VOCAB))
                     scorer.rollback(len(context) - 1)
 
     check()
