@@ -188,13 +188,9 @@ def mixture(count: int, seed: int, longest: int = 30) -> list[Case]:
     cases = []
     for number in range(count):
         drafter = [*ANY, "lookup|self"][number % (len(ANY) + 1)]
-        rules = (
-            CHAINS[:3]
-            if "|" in drafter
-            else [*CHAINS, *TREES]
-            if drafter in ("model", "self", "suffix")
-            else CHAINS
-        )
+        rules = CHAINS[:3] if "|" in drafter else CHAINS
+        if drafter in ("model", "self", "suffix"):
+            rules += TREES
         cases.append(
             Case(
                 tuple(choice.randrange(VOCAB) for _ in range(choice.randint(1, longest))),
@@ -217,10 +213,12 @@ def told(record: Event) -> Any:
     return (record.token, record.finish_reason) if isinstance(record, Prefill) else record
 
 
-def run(scheduler: Scheduler, cases: Iterable[Case], house: House) -> dict[int, list[Any]]:
+def scheduled(cases: Iterable[Case], house: House, **options: Any) -> Scheduler:
+    """A scheduler that has these requests."""
+    scheduler = Scheduler(**options)
     for case in cases:
         scheduler.add(partial(case.request, house))
-    return told_by_number(scheduler)
+    return scheduler
 
 
 def told_by_number(scheduler: Scheduler) -> dict[int, list[Any]]:
@@ -242,7 +240,7 @@ ALONE = [case.alone() for case in MIXED]
 def test_every_request_gets_what_it_gets_alone(batch, most, alone):
     """Also with models that batch nothing, and are asked one by one."""
     house = House(target=None, model=None, form=None) if alone else House()
-    found = run(Scheduler(max_batch=batch, max_tokens_per_pass=most), MIXED, house)
+    found = told_by_number(scheduled(MIXED, house, max_batch=batch, max_tokens_per_pass=most))
     assert [found[number] for number in range(len(MIXED))] == ALONE
     assert house.room.taken == house.drafters_room.taken == 0
 
@@ -259,7 +257,7 @@ def test_nothing_is_lost_where_memory_is_short(room, drafters_room, monkeypatch)
         honest(scheduler, job, events)
 
     monkeypatch.setattr(Scheduler, "_preempt", counting)
-    found = run(Scheduler(max_batch=8, max_tokens_per_pass=20), MIXED, house)
+    found = told_by_number(scheduled(MIXED, house, max_batch=8, max_tokens_per_pass=20))
     assert [found[number] for number in range(len(MIXED))] == ALONE
     assert house.room.taken == house.drafters_room.taken == 0
     assert True in put_back
@@ -269,7 +267,7 @@ def test_nothing_is_lost_where_memory_is_short(room, drafters_room, monkeypatch)
 def test_a_draft_on_the_targets_cache_goes_on_upon_the_targets_own_keys():
     """Where its request was put back in between, the target reads again first."""
     cases = [Case((1, 2, n % VOCAB) * (1 + n % 4), "self", "fixed:gamma=7", tokens=14) for n in range(8)]
-    found = run(Scheduler(max_batch=4), cases, House(Room(36)))
+    found = told_by_number(scheduled(cases, House(Room(36)), max_batch=4))
     assert [found[number] for number in range(8)] == [case.alone() for case in cases]
 
 
@@ -306,9 +304,7 @@ def drafting(count: int, gammas: Sequence[int] = (3,), drafters: Sequence[str] =
 @pytest.mark.parametrize("cases", [drafting(6), drafting(6, (1, 5, 2)), drafting(6, (3,), ANY)])
 def test_a_target_s_pass_takes_all_along_and_everybody_steps_alike(cases):
     house = House()
-    scheduler = Scheduler(max_batch=6)
-    for case in cases:
-        scheduler.add(partial(case.request, house))
+    scheduler = scheduled(cases, house, max_batch=6)
     steps = [0] * 6
     while scheduler.active in (0, 6):
         if scheduler.active:
@@ -328,11 +324,9 @@ def emitted(scheduler: Scheduler) -> list[int]:
 @pytest.mark.parametrize("kind", ["none", "model"])
 def test_a_long_prompt_is_read_between_the_steps_of_others(kind):
     house = House()
-    scheduler = Scheduler(max_batch=3, max_tokens_per_pass=20)
     long = Case(tuple(i * i % VOCAB for i in range(200)), kind, tokens=3)
-    for case in (long, *drafting(2, (2,), (kind,))):
-        scheduler.add(partial(case.request, house))
-    order = emitted(scheduler)
+    cases = [long, *drafting(2, (2,), (kind,))]
+    order = emitted(scheduled(cases, house, max_batch=3, max_tokens_per_pass=20))
     assert house.target is not None
     assert house.model is not None
     passes = [*house.target.passes, *house.model.passes]
@@ -346,12 +340,8 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(kind):
 
 
 def test_whoever_found_no_room_in_a_pass_comes_first_in_the_next():
-    house = House()
-    scheduler = Scheduler(max_batch=4, max_tokens_per_pass=3)
-    for case in drafting(3, (1,), ("none",)):
-        scheduler.add(partial(case.request, house))
-    scheduler.add(partial(Case(tuple(range(VOCAB)) * 3, tokens=2).request, house))
-    order = emitted(scheduler)
+    cases = [*drafting(3, (1,), ("none",)), Case(tuple(range(VOCAB)) * 3, tokens=2)]
+    order = emitted(scheduled(cases, House(), max_batch=4, max_tokens_per_pass=3))
     assert order.index(3) < 60
 
 
@@ -365,7 +355,7 @@ def test_a_context_that_nobody_keeps_is_read_whole():
     house = House()
     house.member = lambda: Forgetful(TARGET, house.room, house.target)  # type: ignore[method-assign]
     cases = [Case((1, 2, 3, 4) * 4, tokens=4), Case((2, 2), tokens=4)]
-    found = run(Scheduler(max_tokens_per_pass=6), cases, house)
+    found = told_by_number(scheduled(cases, house, max_tokens_per_pass=6))
     assert [found[0], found[1]] == [case.alone() for case in cases]
 
 
@@ -513,7 +503,7 @@ def test_whatever_one_raises_ends_that_one(place, room):
 def test_one_that_never_fits_says_so():
     house = House(Room(40))
     cases = [MIXED[0], Case((1,) * 50), Case((2,) * 38, tokens=9), MIXED[1]]
-    found = run(Scheduler(), cases, house)
+    found = told_by_number(scheduled(cases, house))
     assert [found[0], found[3]] == ALONE[:2]
     assert [type(found[number][-1]) for number in (1, 2)] == [UsageError] * 2
     assert len(found[1]) == 1 < len(found[2])
@@ -529,11 +519,9 @@ def test_times_are_those_of_the_batch_without_the_consumer_s():
         return honest(asked)
 
     house.target.score = slow  # type: ignore[method-assign]
-    scheduler = Scheduler(max_batch=2, clock=clock)
-    for case in [*drafting(2, (1,), ("none",)), Case((1, 2), tokens=2)]:
-        scheduler.add(partial(case.request, house))
+    cases = [*drafting(2, (1,), ("none",)), Case((1, 2), tokens=2)]
     records: dict[int, list[Any]] = {}
-    for number, event in scheduler:
+    for number, event in scheduled(cases, house, max_batch=2, clock=clock):
         clock.time += 100
         records.setdefault(number, []).append(event)
     for number in (0, 1):
