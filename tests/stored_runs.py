@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -253,9 +254,8 @@ def write_exact(
                         rows[config].id, prompt, repeat, turn=int(turn or 0), warnings=[*disturbed], **how
                     )
                 )
-    turns: dict[str, int] = {}
-    for name in dict.fromkeys(name for prompts in speeds.values() for name in prompts):
-        turns[name.partition("#")[0]] = turns.get(name.partition("#")[0], 0) + 1
+    names = dict.fromkeys(name for prompts in speeds.values() for name in prompts)
+    turns = Counter(name.partition("#")[0] for name in names)
     facts = described(
         [rows[name] for name in speeds],
         [prompt_of(name, turns=count, fingerprint=(texts or {}).get(name)) for name, count in turns.items()],
@@ -362,7 +362,7 @@ def write_run(
                 plain_s = 0.0
                 if row.kind == "transformers":
                     plain_s = 1.6 * PASS_S[1] * (tokens - 1) * drift * float(np.exp(rng.normal() * NOISE))
-                    steps = {name: {} if name == "policy" else [] for name in steps}
+                    steps = steps_of([], [], [], [], [])
                 decode = plain_s + sum(
                     sum(steps[f"{part}_s"]) for part in ("draft", "verify", "accept", "rollback", "other")
                 )
@@ -393,11 +393,7 @@ def _steps(
     tokens: int,
     drift: float,
 ) -> dict[str, Any]:
-    names = (
-        "drafted", "tested", "accepted", "emitted", "draft_s", "draft_prefill_s", "verify_s", "accept_s",
-        "rollback_s", "other_s", "nodes", "passes", "forced", "mask_s", "expected_acceptance", "closing",
-    )  # fmt: skip
-    steps: dict[str, Any] = {name: [] for name in names}
+    steps: dict[str, Any] = {}
     left, smooth = tokens, 0.15
     while left:
         gamma = 0
@@ -415,17 +411,14 @@ def _steps(
         verify = float(np.interp(gamma + 1, list(PASS_S), list(PASS_S.values())))
         c = 0.0 if drafter is None else drafter.c
         values = {
-            "drafted": gamma, "tested": tested, "accepted": accepted, "emitted": accepted + 1,
-            "draft_s": gamma * c * PASS_S[1] * wobble, "draft_prefill_s": 0.0, "verify_s": verify * wobble,
+            "drafted": gamma, "accepted": accepted, "emitted": accepted + 1,
+            "draft_s": gamma * c * PASS_S[1] * wobble, "verify_s": verify * wobble,
             "accept_s": 0.0012 * wobble, "rollback_s": 0.0004 * wobble, "other_s": 0.0003 * wobble,
-            "nodes": gamma, "passes": gamma, "forced": 0, "mask_s": 0.0,
             "expected_acceptance": [float(np.clip(alpha + 0.05 * rng.normal(), 0, 1)) for _ in range(tested)],
-            "closing": "target" if not gamma else "bonus" if accepted == gamma else "corrected",
         }  # fmt: skip
         if "tree" in row.draft_policy:  # two candidates for every draft, the second kept now and then
             values |= {"nodes": 2 * gamma}
         for name, value in values.items():
             steps.setdefault(name, []).append(value)
         left -= accepted + 1
-    steps["policy"] = {}
-    return steps
+    return steps_of(**steps)

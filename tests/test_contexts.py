@@ -305,20 +305,11 @@ def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
 # -- a drafter's own limit -----------------------------------------------------------------------------
 
 
-class Noisy(ModelDrafter):
-    """A model whose logits are the target's up to 40 tokens of context, and noise beyond."""
-
-    def __init__(self) -> None:
-        right, noise = random_table(1, 40, spread=4.0), random_table(2, 40, spread=4.0)
-        scorer = ScriptedScorer(lambda read: (right if len(read) < 40 else noise)(read), 40)
-        super().__init__(scorer, "noisy", Ticking(0.01))  # type: ignore[arg-type]
-
-
 def test_a_drafter_with_a_context_limit_is_not_even_asked():
-    drafter = Noisy()
-    drafter.scorer.context_limit = 50
+    table = random_table(1, 40, spread=4.0)
+    drafter: Any = ModelDrafter(ScriptedScorer(table, 40, context_limit=50), "short", Ticking(0.01))
     records = steps_of(
-        [n % 7 for n in range(66)], ScriptedScorer(random_table(1, 40, spread=4.0), 40), drafter,
+        [n % 7 for n in range(66)], ScriptedScorer(table, 40), drafter,
         policy=build_policy("auto:max=8"), max_new_tokens=30, clock=Ticking(0.01),
     )  # fmt: skip
     assert sum(each.gamma for each in records if isinstance(each, Step)) == 0

@@ -52,10 +52,6 @@ def to_markdown(report: Report) -> str:
     return document.to_markdown(*report.parts)
 
 
-def told(report: Report) -> str:
-    return " ".join(detail for answer in report.answers for detail in answer.details)
-
-
 # --- The answer -----------------------------------------------------------------------------------
 
 
@@ -148,7 +144,7 @@ class TestAnswer:
         speeds = {"plain": PLAIN, "d@2": times(2.0), "d@3": times(1.5)}
         fields = {"differences": differences, "target": {"dtype": "bfloat16"}, "tokens": {"d@2": [9] * 11}}
         report = reported(tmp_path, speeds, **fields)
-        assert said in told(report)
+        assert said in " ".join(report.answers[0].details)
         assert said in " ".join(tables.notes(Summary(load_results(tmp_path / "run"))))
 
     def test_each_temperature_has_its_answer(self, tmp_path):
@@ -296,14 +292,10 @@ def test_the_page_can_be_used_without_eyes_or_script(page):
     assert names <= set(page.text)
 
 
-ELSEWHERE = {"contexts", "batches", "latency"}
-"""Figures of what this run has not got."""
-
-
 def test_the_figures_are_those_beside_the_markdown(written, page):
     folder, _ = written
     files = sorted(path.stem for path in (folder / "plots").iterdir())
-    assert files == sorted(set(FIGURES) - ELSEWHERE)
+    assert files == sorted(set(FIGURES) - {"contexts", "batches", "latency"})  # which this run has not got
     links = re.findall(r"!\[[^\]]+\]\((.+?)\)", (folder / "report.md").read_text(encoding="utf-8"))
     assert len(links) == len(files) == len(page.all("img"))
     assert all((folder / link).is_file() for link in links)
@@ -320,10 +312,7 @@ def test_a_figure_is_safe_with_any_name(tmp_path):
 
 def test_no_ratio_stands_without_its_interval(written):
     report = written[1]
-    for text in (
-        to_markdown(report).replace("\\", ""),
-        "".join(Page(to_page(report)).text),
-    ):
+    for text in (to_markdown(report).replace("\\", ""), "".join(Page(to_page(report)).text)):
         ratios = re.findall(r"[\d.]+×.{0,3}", text)
         assert len(ratios) >= 3
         assert all(re.fullmatch(r"[\d.]+× \[\d", each) for each in ratios)
@@ -358,11 +347,9 @@ def test_names_are_data(tmp_path):
     assert "<script" not in markdown
     assert "[x](" not in markdown
     assert "\x1b" not in markdown
-    rows = [re.sub(r"\\.", "", line).count("|") for line in markdown.splitlines() if line.startswith("| ")]
-    heads = [
-        re.sub(r"\\.", "", line).count("|") for line in markdown.splitlines() if line.startswith("| ---")
-    ]
-    assert set(rows) == set(heads)
+    rows = [re.sub(r"\\.", "", line) for line in markdown.splitlines() if line.startswith("| ")]
+    heads = [row for row in rows if row.startswith("| ---")]
+    assert {row.count("|") for row in rows} == {head.count("|") for head in heads}
 
 
 # --- Command --------------------------------------------------------------------------------------

@@ -80,33 +80,24 @@ def test_ranges_of_gamma_that_are_none(text):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "values", "message"),
     [
-        ({"repeats": 0}, "repeats is 0"),
-        ({"decoding": DecodingOptions(max_new_tokens=1)}, "new tokens is 1"),
-        ({"warmup": -1}, "warm-ups is -1"),
-        ({"turns": 0}, "turns is 0"),
+        (SweepOptions, {"repeats": 0}, "repeats is 0"),
+        (SweepOptions, {"decoding": DecodingOptions(max_new_tokens=1)}, "new tokens is 1"),
+        (SweepOptions, {"warmup": -1}, "warm-ups is -1"),
+        (SweepOptions, {"turns": 0}, "turns is 0"),
         (
+            SweepOptions,
             {"conditions": conditions_of(temperature=[0.5]), "others": parse_baselines(["beam:4"])},
             "Beam search needs temperature 0",
         ),
+        (conditions_of, {"temperature": [0.0, 0.0]}, "--temperature is given twice"),
+        (conditions_of, {"arrivals": [Closed(2)]}, "needs a batch"),
     ],
 )
-def test_options_outside_their_range(options, message):
+def test_options_and_conditions_that_are_refused(make, values, message):
     with pytest.raises(UsageError, match=message):
-        SweepOptions(**options)
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ({"temperature": [0.0, 0.0]}, "--temperature is given twice"),
-        ({"arrivals": [Closed(2)]}, "needs a batch"),
-    ],
-)
-def test_conditions_that_are_none(axes, message):
-    with pytest.raises(UsageError, match=message):
-        conditions_of(**axes)
+        make(**values)
 
 
 @pytest.mark.parametrize(

@@ -74,19 +74,6 @@ def frame_of(*rows: dict[str, Any], order: Sequence[str] = (), costs: Any = None
     return Results(run, frame, step_frame(steps, frame))
 
 
-def beside_plain(*speeds: float | tuple[float, ...], **fields: Any) -> list[dict[str, Any]]:
-    """Generations of plain decoding at 10 tokens/s and of x at these, one per prompt, or several as repeats."""
-    return [
-        each
-        for i, repeats in enumerate(speeds)
-        for repeat, speed in enumerate(repeats if isinstance(repeats, tuple) else (repeats,))
-        for each in (
-            row("plain", f"a-{i}", repeat=repeat),
-            row("d@2", f"a-{i}", speed, repeat=repeat, **fields),
-        )
-    ]
-
-
 def one(summary: Summary, config: str) -> dict[str, Any]:
     row = summary.table()[summary.table()["config"] == config].iloc[0]
     return {str(name): value for name, value in row.items()}
@@ -278,7 +265,8 @@ class TestRendering:
     @pytest.mark.parametrize("speeds", [[20.0], [4.0, 100.0]])
     def test_too_few_runs_have_no_interval_and_say_so(self, speeds):
         """Two prompts that fare differently have one that reaches from 0.00 to 85002."""
-        df = frame_of(*beside_plain(*speeds))
+        plain = [row("plain", f"a-{i}") for i in range(len(speeds))]
+        df = frame_of(*plain, *(row("d@2", f"a-{i}", speed) for i, speed in enumerate(speeds)))
         for sheet in (tables.summary_sheet, tables.category_sheet):
             assert "2.00 [too few to say]" in shown(sheet(Summary(df)))
         assert one(Summary(df), "d@2")["verdict"] == "cannot tell"
