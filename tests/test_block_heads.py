@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from head_files import (
     DRAFTED,
     GROUP,
     HEADS,
-    LAYER,
     MASK,
     RANK,
     SHARED,
@@ -29,10 +29,21 @@ from head_files import (
     speculators_block_settings,
     write_head,
 )
-from test_heads import CONTEXT, DRAFT, assert_rows_of_blocks, rms, target_model, target_states
+from test_heads import (
+    CONTEXT,
+    DRAFT,
+    assert_rows_of_blocks,
+    layer_of,
+    mlp,
+    outcome_of,
+    rms,
+    target_model,
+    target_states,
+    tiny_target,
+    turned,
+)
 
 from specbench.base.errors import RunError, UsageError
-from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import GenerationRun
 from specbench.models.drafters import load_drafter
@@ -46,19 +57,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def drafter_of(folder: Path, settings: Mapping[str, Any], tensors: Tensors) -> Any:
-    target = wrap_target(target_model(), name="tiny", pack=False)
-    return load_drafter(str(write_head(folder, settings, tensors)), target, LoadOptions(dtype="float32"))
+    return load_drafter(
+        str(write_head(folder, settings, tensors)), tiny_target(), LoadOptions(dtype="float32")
+    )
 
 
 # -- the formulas, written without anything of the package -----------------------------------------
-
-
-def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, size]: pairs (i, i + size / 2) as complex numbers, turned."""
-    half = SIZE // 2
-    angles = positions[:, None, None] / LAYER["rope_theta"] ** (torch.arange(half) * 2 / SIZE)
-    numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((numbers.real, numbers.imag), dim=-1)
 
 
 def convolved(x: torch.Tensor, base: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
@@ -86,10 +90,7 @@ def hidden_of(
     distance = positions[known:, None] - positions
     hidden_from = (distance >= window) | (causal & (distance < 0))
     for layer in range(2):
-        part = {
-            name.removeprefix(f"layers.{layer}."): each for name, each in tensors.items()
-            if name.startswith(f"layers.{layer}.")
-        }  # fmt: skip
+        part = layer_of(tensors, layer)
 
         def around(
             name: str, read: torch.Tensor, inner: Any, part: Mapping[str, torch.Tensor] = part
@@ -119,14 +120,8 @@ def hidden_of(
             out = torch.einsum("hqk,khs->qhs", weights, values).flatten(1)
             return out @ part["self_attn.o_proj.weight"].T
 
-        def mlp(read: torch.Tensor, part: Mapping[str, torch.Tensor] = part) -> torch.Tensor:
-            gate = read @ part["mlp.gate_proj.weight"].T
-            return (gate * gate.sigmoid() * (read @ part["mlp.up_proj.weight"].T)) @ part[
-                "mlp.down_proj.weight"
-            ].T
-
         x = x + around("attention_conv", rms(x, part["input_layernorm.weight"]), attention)
-        x = x + around("mlp_conv", rms(x, part["post_attention_layernorm.weight"]), mlp)
+        x = x + around("mlp_conv", rms(x, part["post_attention_layernorm.weight"]), partial(mlp, part))
     return rms(x, tensors["norm.weight"])
 
 
@@ -183,23 +178,13 @@ def rows_after(drafter: Any, tokens: Sequence[int], parents: Sequence[int] | Non
     scorer = drafter.scorer
     scorer.begin()
     for end in (5, len(CONTEXT)):
-        states = target_states(CONTEXT[: end - 1], drafter.traits.layers)
-        drafter.update(StepOutcome(CONTEXT[:end], 1, torch.empty(0), states=states))
+        drafter.update(outcome_of(CONTEXT[:end], drafter.traits.layers))
     rows = scorer.score(ForwardRequest(scorer, CONTEXT, tokens, parents)).logits
     return rows if scorer.vocabulary is None else scorer.vocabulary.spread(rows, -torch.inf)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def spark_speculators(**more: Any) -> dict[str, Any]:
-    named = {
-        "speculators_model_type": "dspark",
-        "architectures": ["DSparkSpeculator"],
-        "projector_type": None,
-    }
-    return speculators_block_settings(**{**named, "markov_rank": RANK, "sample_from_anchor": True, **more})
 
 
 @pytest.mark.parametrize(
@@ -224,11 +209,12 @@ def test_rows_of_dflash_are_those_of_the_formulas(tmp_path, settings, drafted, l
 def test_rows_of_dspark_are_those_of_the_formulas(tmp_path, markov, form):
     authors, first = form == "authors", int("mask" in form)
     tensors = conditional_tensors("dspark", drafted=None if authors else DRAFTED, markov=markov)
-    settings = (
-        spark_settings(markov_head_type=markov)
-        if authors
-        else spark_speculators(markov_head_type=markov, sample_from_anchor=not first)
-    )
+    named = {
+        "speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "projector_type": None,
+        "markov_rank": RANK, "sample_from_anchor": not first,
+    }  # fmt: skip
+    settings = spark_settings() if authors else speculators_block_settings(**named)
+    settings["markov_head_type"] = markov
     drafter = drafter_of(tmp_path / "head", settings, tensors)
     assert drafter.traits.layers == ((1, 3) if authors else (1, 2))
     assert drafter.scorer.longest == BLOCK - first
