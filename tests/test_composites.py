@@ -140,11 +140,17 @@ def test_memory_before_a_download_is_that_of_the_text(place, monkeypatch, tmp_pa
     assert asked[0] == asked[1] < 10**6
 
 
-def test_loaded_objects_of_whole_models_are_targets():
+@pytest.mark.parametrize("spread", [False, True])
+def test_loaded_objects_of_whole_models_are_targets_where_they_lie(spread):
     whole = whole_model("mistral3")
     expected = survey.generated(whole, IDS)
+    if spread:
+        whole = dispatch_model(whole, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
     target = wrap_target(whole, name="whole")
-    assert type(target.language_model.model).__name__ == "MistralForCausalLM"
+    model = target.language_model.model
+    assert type(model).__name__ == "MistralForCausalLM"
+    assert getattr(model, "hf_device_map", None) == getattr(whole, "hf_device_map", None)
+    assert hasattr(model, "hf_device_map") == spread
     assert survey.decoded(IDS, target, load_drafter("lookup", target), 3) == expected
 
 
@@ -186,48 +192,39 @@ def test_texts_have_the_layers_passes_and_caches_of_their_twin(kind, dtype):
         assert ours["forward"] is NativeForward
 
 
-def test_a_whole_model_that_is_spread_over_devices_stays_so():
-    whole = whole_model("mistral3")
-    expected = survey.generated(whole, IDS)
-    spread = dispatch_model(whole, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
-    target = wrap_target(spread, name="whole")
-    assert target.language_model.model.hf_device_map == spread.hf_device_map
-    assert survey.decoded(IDS, target, load_drafter("lookup", target), 3) == expected
-
-
 @pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
 def test_heads_of_whole_models_draft_for_their_text(place, kind, tmp_path):
     folder = saved(kind, place)
     target = prepare_target(load_model(folder, PLAIN, tokenizer=False), "dynamic")
     tensors = eagle_tensors(vocab=survey.VOCABULARY, drafted=DRAFTED)
     expected = survey.generated(whole_model(kind), IDS)
-    for named in target.language_model.model.config.architectures:
+
+    def head_for(named: str) -> Any:
         verifier = {"speculators_config": {"verifier": {"architectures": [named]}}}
         settings = speculators_settings((0, 1, 1), vocab=survey.VOCABULARY, **verifier)
-        drafter = load_drafter(str(write_head(tmp_path / named, settings, tensors)), target, PLAIN)
-        assert survey.decoded(IDS, target, drafter, 3) == expected
-    verifier = {"speculators_config": {"verifier": {"architectures": ["LlamaForCausalLM"]}}}
-    other = write_head(
-        tmp_path / "other", speculators_settings((0, 1, 1), vocab=survey.VOCABULARY, **verifier), tensors
-    )
+        return load_drafter(str(write_head(tmp_path / named, settings, tensors)), target, PLAIN)
+
+    for named in target.language_model.model.config.architectures:
+        assert survey.decoded(IDS, target, head_for(named), 3) == expected
     with pytest.raises(UsageError, match="for a LlamaForCausalLM"):
-        load_drafter(str(other), target, PLAIN)
+        head_for("LlamaForCausalLM")
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("config", "said"),
     [
-        ("paligemma", "attend to later ones"),
-        ("idefics", "without a picture"),
-        ("qwen4_exp", "cannot be rolled back"),
-        ("udop", "encoder-decoder"),
-        ("pi0", "no causal language model"),
-        ("unlimited_ocr", "a window after it"),
+        (WHOLE["paligemma"](), "attend to later ones"),
+        (WHOLE["idefics"](), "without a picture"),
+        (WHOLE["qwen4_exp"](), "cannot be rolled back"),
+        (WHOLE["udop"](), "encoder-decoder"),
+        (WHOLE["pi0"](), "no causal language model"),
+        (WHOLE["unlimited_ocr"](), "a window after it"),
+        (Gemma3Config(architectures=["Gemma3ForSequenceClassification"]), "no causal language model"),
     ],
 )
-def test_refusals_say_why(kind, said):
+def test_refusals_say_why(config, said):
     with pytest.raises(UsageError, match=said):
-        check_config(WHOLE[kind](), "x")
+        check_config(config, "x")
 
 
 def test_models_whose_positions_depend_on_padding_tokens_are_refused():
@@ -236,11 +233,6 @@ def test_models_whose_positions_depend_on_padding_tokens_are_refused():
         check_config(whole.config, "x")
     with pytest.raises(UsageError, match="leave out padding tokens"):
         wrap_target(whole)
-
-
-def test_classifiers_of_pictures_are_refused():
-    with pytest.raises(UsageError, match="no causal language model"):
-        check_config(Gemma3Config(architectures=["Gemma3ForSequenceClassification"]), "x")
 
 
 def test_commands_take_folders_of_whole_models_as_target_and_drafter(place, tmp_path, cli):

@@ -8,7 +8,8 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,29 +234,20 @@ def test_memory_of_an_mxfp4_checkpoint_is_that_of_its_unpacked_weights(tmp_path,
 # -- folders that are refused --------------------------------------------------------------------
 
 
-def edited(**changes: Any) -> Callable[[Path], object]:
-    return lambda folder: edit_config(folder, **changes)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").rename(folder / "model.gguf"), "name the file itself"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "adapter"),
-        *((edited(model_type=kind), "names no model_type") for kind in (None, "", 3)),
-        (edited(model_type="no-such-type"), "'no-such-type'"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
+        *((partial(edit_config, model_type=kind), "names no model_type") for kind in (None, "", 3)),
+        (partial(edit_config, model_type="no-such-type"), "'no-such-type'"),
     ],
 )
 def test_folders_that_hold_no_model(folder, change, says):
     change(folder)
     assert says in refusal(load_model, str(folder), CPU, kind=UsageError)
-
-
-def test_a_recurrent_model_is_not_wrapped_either():
-    config = RwkvConfig(vocab_size=8, hidden_size=8, num_hidden_layers=2)
-    model = AutoModelForCausalLM.from_config(config)
-    assert "recurrent state" in refusal(wrap_model, model, None, kind=UsageError)
 
 
 EVIL = "open(__file__ + '.ran', 'w').close()\n"
@@ -315,14 +307,11 @@ def test_damaged_files(folder, file, content, says):
     assert re.search(says, refusal(load_model, str(folder), CPU, kind=RunError))
 
 
-def test_missing_files(folder):
+def test_a_tokenizer_without_files(folder):
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     message = refusal(load_model, str(folder), CPU, kind=RunError)
     assert message.startswith("The tokenizer of tiny-model cannot be loaded")
-    (folder / "model.safetensors").unlink()
-    message = refusal(load_model, str(folder), CPU, tokenizer=False, kind=UsageError)
-    assert "holds no model.safetensors" in message
 
 
 def test_weights_of_the_wrong_shape_or_missing_are_not_made_up(folder):
@@ -348,11 +337,11 @@ def test_weights_outside_the_folder(tmp_path, shard):
     assert "outside its own folder" in refusal(load_model, str(folder), CPU, kind=UsageError)
 
 
+@dataclass
 class Payload:
     """What a hostile pickle holds: unpickling it makes a file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (self.path,))
@@ -532,20 +521,12 @@ def hub_cache(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def put_into_cache(cache: Path, repository: str, commit: str) -> Path:
-    """An empty snapshot of a repository, laid out as the hub client does."""
-    home = cache / f"models--{repository.replace('/', '--')}"
-    snapshot = home / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (home / "refs").mkdir()
-    (home / "refs" / "main").write_text(commit)
-    return snapshot
-
-
 @pytest.mark.smoke
 def test_a_hub_model_that_is_cached(hub_cache):
-    snapshot = put_into_cache(hub_cache, "org/name", "0" * 40)
-    save_tiny(snapshot)
+    home = hub_cache / "models--org--name"
+    snapshot = save_tiny(home / "snapshots" / ("0" * 40))
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(snapshot.name)
     loaded = load_model("org/name", CPU)
     assert loaded.name == "org/name"
     assert loaded.tokenizer is not None
@@ -576,24 +557,6 @@ def test_a_hub_out_of_reach_is_told_at_once(hub_cache, monkeypatch, capfd, offli
     assert "".join(capfd.readouterr()) == ""
 
 
-def hub_answers(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    import huggingface_hub
-
-    def download(repository: str, **_: Any) -> str:
-        if isinstance(answer, Exception):
-            raise answer
-        return str(answer)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-
-
-def hub_error(name: str) -> Exception:
-    from huggingface_hub import errors
-
-    error: Exception = getattr(errors, name)("Refused.", response=SimpleNamespace(headers={}, request=None))
-    return error
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
@@ -605,14 +568,20 @@ def hub_error(name: str) -> Exception:
     ],
 )
 def test_what_the_hub_may_answer(monkeypatch, name, kind, says):
-    error = hub_error(name) if name else OSError(28, "No space left on device")
-    hub_answers(monkeypatch, error)
+    from huggingface_hub import errors
+
+    def download(*_: Any, **__: Any) -> str:
+        if name:
+            raise getattr(errors, name)("Refused.", response=SimpleNamespace(headers={}, request=None))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert says in refusal(load_model, "org/name@v1", CPU, kind=kind)
 
 
 def test_a_hub_model_without_what_it_must_have(monkeypatch, folder):
     monkeypatch.setattr("specbench.models.hub._why_unreachable", str)
-    hub_answers(monkeypatch, folder)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
     assert load_model("org/name", CPU).name == "org/name"
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "no safetensors weights" in refusal(load_model, "org/name", CPU, kind=UsageError)
