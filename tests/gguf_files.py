@@ -146,7 +146,7 @@ _WIDE = {"attention.key_length": 16, "attention.value_length": 16}
 _WIDE_HEADS = {"blk.*.attn_q.weight": (64, HIDDEN), "blk.*.attn_k.weight": (32, HIDDEN),
                "blk.*.attn_v.weight": (32, HIDDEN), "blk.*.attn_output.weight": (HIDDEN, 64)}  # fmt: skip
 _WIDE_NORMS = {"blk.*.attn_q_norm.weight": (16,), "blk.*.attn_k_norm.weight": (16,)}
-_OUTPUT, _TIED = {"output.weight": (SIZE, HIDDEN)}, {"output.weight": None}
+_TIED = {"output.weight": None}
 _BIASES = {f"blk.*.{name}": shape for name, shape in QKV_BIAS.items()}
 _BASE = {"rope.freq_base": 500000.0}
 
@@ -159,7 +159,7 @@ FACTS = [
     *(Fact(each, "`rope.freq_base`", _BASE) for each in
       ("llama", "gemma3")),
     *(Fact(each, "no `rope.freq_base`", {"rope.freq_base": None}) for each in ("llama", "gemma3")),
-    *(Fact(each, "`output.weight`", tensors=_OUTPUT) for each in
+    *(Fact(each, "`output.weight`", tensors=HEAD_TENSOR) for each in
       ("qwen2", "gemma3")),
     *(Fact(each, "no `output.weight`", tensors=_TIED) for each in ("llama", "qwen3")),
     Fact("llama", "another `rope_freqs.weight`", tensors={"rope_freqs.weight": (4,)}, refused="rope_freqs.weight"),
@@ -342,16 +342,9 @@ def _values(name: str, shape: tuple[int, ...], random: np.random.Generator) -> n
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Add a key with the type that llama.cpp's own converter gives such values; none for ``None``."""
-    match value:
-        case None:
-            return
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)
+    if value is not None:
+        adders: dict[type, Any] = {
+            bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+            list: writer.add_array,
+        }  # fmt: skip
+        adders[type(value)](key, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -63,6 +64,15 @@ class Family(NamedTuple):
     chained: bool = True
 
 
+def _mellum(attention: str, **more: Any) -> Family:
+    """Mellum with MTP layers of a kind of attention."""
+    settings = {
+        **_EXPERTS, "num_experts": 4, "num_mtp_layers": 1, "mtp_layer_types": [attention],
+        "layer_types": ["full_attention"] * LAYERS, **more,
+    }  # fmt: skip
+    return Family("mellum", _MTP, settings, {"layer_types": [attention], "mlp_layer_types": ["sparse"]})
+
+
 FAMILIES = {
     "deepseek": Family(
         "deepseek_v3",
@@ -104,24 +114,8 @@ FAMILIES = {
     ),
     "qwen3.5": Family("qwen3_5_text", _MTP, _HYBRID, {"layer_types": ["full_attention"]}),
     "ernie": Family("ernie4_5", _ERNIE),
-    "mellum": Family(
-        "mellum",
-        _MTP,
-        {
-            **_EXPERTS, "num_experts": 4, "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"],
-            "layer_types": ["full_attention"] * LAYERS,
-        },
-        {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]},
-    ),
-    "mellum, sliding": Family(
-        "mellum",
-        _MTP,
-        {
-            **_EXPERTS, "num_experts": 4, "num_mtp_layers": 1, "mtp_layer_types": ["sliding_attention"],
-            "layer_types": ["full_attention"] * LAYERS, "sliding_window": 3,
-        },
-        {"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]},
-    ),
+    "mellum": _mellum("full_attention"),
+    "mellum, sliding": _mellum("sliding_attention", sliding_window=3),
 }  # fmt: skip
 
 
@@ -161,9 +155,7 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -
             donor = AutoModelForCausalLM.from_config(kind(**own)).eval()
             parts = {name: torch.rand(WIDTH) + 0.5 for name in ("enorm", "hnorm", "norm") if name in names}
             parts["eh_proj"] = torch.randn(WIDTH, 2 * WIDTH) * 0.2
-            if (
-                number and "N" not in names["eh_proj"] and "M" not in names["eh_proj"]
-            ):  # all have them in common
+            if number and not {"N", "M"} & {*names["eh_proj"]}:  # all have them in common
                 parts = made[0].parts
             made.append(Layer(parts, donor))
     for each in made:
@@ -190,9 +182,7 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -
         }
         own_tensors |= {f"{placed[name]}.weight": tensor for name, tensor in each.parts.items()}
     save_file(own_tensors, folder / "model.safetensors", {"format": "pt"})
-    for file in (folder / "donor").iterdir():
-        file.unlink()
-    (folder / "donor").rmdir()
+    shutil.rmtree(folder / "donor")
     target.config.name_or_path = str(folder)
     return Made(folder, target, made, hidden_first, chained)
 
