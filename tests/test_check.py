@@ -25,7 +25,7 @@ from checked import (
     violated,
     with_records,
 )
-from scripted import ScriptedScorer
+from scripted import ScriptedCache, ScriptedScorer
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.check.deviation
@@ -106,18 +106,13 @@ def with_judge(patch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> None:
     patch.setattr(specbench.decoding.request, "verification_of", verification)
 
 
-RESIDUALS: dict[str, Callable[[Draft, torch.Tensor, int], torch.Tensor]] = {
-    "not adjusted": lambda draft, p, i: p[i],
-    "not clamped": lambda draft, p, i: (p[i] - draft.q[i]).abs(),  # type: ignore[index]
-}
-
-
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("clamped", [True, False], ids=["not adjusted", "not clamped"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_wrong_residual_is_found(monkeypatch, drafter, residual):
-    if residual == "not clamped" and drafter == "lookup":
+def test_a_wrong_residual_is_found(monkeypatch, drafter, clamped):
+    if not clamped and drafter == "lookup":
         pytest.skip("its drafts have no q")
-    monkeypatch.setattr(specbench.decoding.verify, "residual", RESIDUALS[residual])
+    wrong = lambda draft, p, i: p[i] if clamped else (p[i] - draft.q[i]).abs()  # noqa: E731
+    monkeypatch.setattr(specbench.decoding.verify, "residual", wrong)
     result = result_of(setup_of(drafter))
     assert result.verdict == "wrong"
     assert result.largest_error > 1e-3
@@ -208,21 +203,17 @@ def test_a_rejected_token_left_in_the_cache_is_found(surplus):
     def decoder(request: Request, watch: Stopwatch) -> DecodingLoop:
         return decode(replace(request, target=Proxy(request.target, surplus)), watch)
 
-    def forgiving(target: ScriptedScorer) -> ScriptedScorer:
+    class Forgiving(ScriptedScorer):
         """Like a real model, it computes on whatever its cache holds."""
-        whole = target.score
 
-        def score(asked: ForwardRequest) -> ForwardOutput:
-            if target.cache.length > len(asked.context) - 1:
-                target.cache.rollback(len(asked.context) - 1)
-                target.cache.entries[-1:] = [(0, target)]  # what was rejected, in the place of what was kept
-            return whole(asked)
+        def score(self, asked: ForwardRequest) -> ForwardOutput:
+            if self.cache.length > len(asked.context) - 1:
+                self.cache.rollback(len(asked.context) - 1)
+                self.cache.entries[-1:] = [(0, self)]  # what was rejected, in the place of what was kept
+            return super().score(asked)
 
-        target.score = score  # type: ignore[method-assign]
-        return target
-
-    made = setup_of("lookup", sampling=Sampling())
-    result = result_of(replace(made, target=forgiving(made.target)), decoder)  # type: ignore[arg-type]
+    target = Forgiving(TARGET, VOCAB, cache=ScriptedCache())
+    result = result_of(setup_of("lookup", target, sampling=Sampling()), decoder)
     assert "cache" in violated(result)
     assert result.verdict == "wrong"
 
@@ -309,9 +300,7 @@ def test_records_behind_the_end_are_found():
 
 def test_forced_rejections_reach_every_position():
     """The drafter is the target, so that chance would accept everything."""
-    near = lambda tokens: TARGET(tokens) + 0.01 * DRAFT(tokens)  # noqa: E731
-    setup = setup_of(max_new_tokens=400)
-    setup = replace(setup, drafter=draft_model(near, "near"))
+    setup = replace(setup_of(max_new_tokens=400), drafter=draft_model(near, "near"))
     case = check_exact(setup, "a")
     steps = [seen.record for seen in observe(setup, forcing=True) if isinstance(seen.record, Step)]
     assert {step.accepted for step in steps if step.closing == "corrected"} == {0, 1, 2}
@@ -381,17 +370,11 @@ def test_transformers_own_answers_are_ours():
     own, end = model.model.generation_config, tuple(model.end_ids)
     own.temperature = 0.123
     prompt = [10, 20, 30, 40, 50]
+    asked: Any = {"sampling": Sampling(), "max_new_tokens": 24, "prompt": prompt}
     for ends in ((), end, (7, 8, 9, 250)):
         known = replace(model, end_ids=ends)
         reference = reference_output(known, DecodingOptions(max_new_tokens=24), prompt)
-        request = request_of(
-            Scorer(model.model),
-            LookupDrafter(),
-            sampling=Sampling(),
-            max_new_tokens=24,
-            prompt=prompt,
-            end_ids=ends,
-        )
+        request = request_of(Scorer(model.model), LookupDrafter(), end_ids=ends, **asked)
         result = check_greedy(request, "a", reference, run_plain(request))
         assert result.differences == {"plain": None, "transformers": None}
         assert result.violations == ()
@@ -476,27 +459,18 @@ def test_deviations_are_judged_against_plain_decoding():
 # --- Outputs of other engines ---------------------------------------------------------------------
 
 
-def greedy_output(tokens: int, setup: Request | None = None) -> list[int]:
-    return run_greedy(plainly(setup or setup_of(max_new_tokens=tokens))).tokens
-
-
 def given(output: Sequence[int]) -> ExternalOutput:
     return ExternalOutput(PROMPT, tuple(output), "a")
-
-
-def scripted_target() -> Any:
-    return ScriptedScorer(TARGET, VOCAB)
 
 
 def test_the_targets_own_output_is_identical():
     for penalty in (1.0, 1.5):
         setup = setup_of(max_new_tokens=9, sampling=Sampling(1.0, repetition_penalty=penalty))
-        output = greedy_output(9, setup)
-        result = check_output(
-            scripted_target(), 1, given(output), PROMPT, Sampling(repetition_penalty=penalty)
-        )
+        output = run_greedy(plainly(setup)).tokens
+        target = ScriptedScorer(TARGET, VOCAB)
+        result = check_output(target, 1, given(output), PROMPT, Sampling(repetition_penalty=penalty))
         assert (result.verdict, result.first, result.tokens) == ("identical", None, 9)
-    target = scripted_target()
+    target = ScriptedScorer(TARGET, VOCAB)
     check_output(target, 1, given(output), PROMPT, Sampling())
     assert target.passes == [len(PROMPT) + len(output) - 1]  # one pass
 

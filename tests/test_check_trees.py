@@ -102,23 +102,6 @@ def test_a_drafter_that_is_watched_learns_from_rejected_drafts():
 # --- Planted biases: what decides -----------------------------------------------------------------
 
 
-def p_stays(p: torch.Tensor, q: torch.Tensor | None, token: int = -1) -> torch.Tensor:
-    return p
-
-
-def not_renormalized(p: torch.Tensor, q: torch.Tensor | None, token: int = -1) -> torch.Tensor:
-    return verdicts._less(p, q, token)
-
-
-def q_stays(q: torch.Tensor, token: int) -> torch.Tensor:
-    return q
-
-
-def not_clamped(p: torch.Tensor, q: torch.Tensor | None, token: int) -> torch.Tensor:
-    assert q is not None
-    return (p - q).abs()
-
-
 def ended_early(draft: Draft, p: verdicts.TargetRows, random: Any) -> verdicts.Walked:
     """Traversal whose first failure ends a branch: a node whose drafts all failed is not looked at again."""
     path: list[int] = []
@@ -142,25 +125,32 @@ def once_each(p: torch.Tensor, candidates: Sequence[Draws], random: Any) -> verd
 
 
 BIASES: dict[str, tuple[str | None, VerificationName, str, Any]] = {
-    "p is not lowered after a rejection": ("static", "recursive", "remainder", p_stays),
-    "the residual is not renormalized": ("static", "recursive", "remainder", not_renormalized),
-    "q keeps a token that was drawn": ("static", "recursive", "_without", q_stays),
-    "q keeps it under traversal": ("static", "traversal", "_without", q_stays),
-    "p and q's distance for the residual": ("static", "traversal", "_less", not_clamped),
-    "an early end in traversal": ("static", "traversal", "traverse", ended_early),
-    "an early end in a block": (None, "block", "traverse", ended_early),
-    "equal drafts taken for one": ("flat", "specinfer", "specinfer", once_each),
+    "p is not lowered after a rejection": ("static", "recursive", "remainder", lambda p, *_: p),
+    "the residual is not renormalized": (
+        "static",
+        "recursive",
+        "remainder",
+        lambda p, q, token=-1: verdicts._less(p, q, token),
+    ),
+    "q keeps a token that was drawn": ("static", "recursive", "_without", lambda q, token: q),
+    "q keeps it under traversal": ("static", "traversal", "_without", lambda q, token: q),
+    "p and q's distance for the residual": (
+        "static",
+        "traversal",
+        "_less",
+        lambda p, q, token: (p - q).abs(),
+    ),
+    "an early end in traversal": ("static", "traversal", "walk", ended_early),
+    "an early end in a block": (None, "block", "walk", ended_early),
+    "equal drafts taken for one": ("flat", "specinfer", "walk", verdicts._walked(once_each)),
 }
 
 
 @pytest.mark.parametrize("bias", BIASES)
 def test_a_planted_bias_is_found(bias, monkeypatch):
     tree, method, name, broken = BIASES[bias]
-    sound = verdicts.METHODS[method]
-    if name == "traverse":
-        monkeypatch.setitem(verdicts.METHODS, method, replace(sound, walk=broken))
-    elif name == "specinfer":
-        monkeypatch.setitem(verdicts.METHODS, method, replace(sound, walk=verdicts._walked(broken)))
+    if name == "walk":
+        monkeypatch.setitem(verdicts.METHODS, method, replace(verdicts.METHODS[method], walk=broken))
     else:
         monkeypatch.setattr(verdicts, name, broken)
     result = result_of(setup_of(tree, method))

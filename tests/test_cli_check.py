@@ -19,18 +19,16 @@ from specbench.decoding import verify
 from specbench.generate import encode_prompt
 from specbench.kernels import native
 
-Check = Callable[..., "Checked"]
-
 
 class Checked(Result):
     def json(self, code: int = 0) -> dict[str, Any]:
-        return only(super().json(code))
+        """With what is said of the configuration, if there is one only."""
+        figures = super().json(code)
+        found = figures.get("configurations", [])
+        return {**figures, **found[0]} if len(found) == 1 else figures
 
 
-def only(figures: dict[str, Any]) -> dict[str, Any]:
-    """With what is said of the configuration, if there is one only."""
-    found = figures.get("configurations", [])
-    return {**figures, **found[0]} if len(found) == 1 else figures
+Check = Callable[..., Checked]
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +58,8 @@ def check(cli, folder, prompts) -> Check:
 
 def rows(out: str) -> dict[str, str]:
     """The table's verdicts by what was checked."""
-    found = {}
-    for line in out.splitlines():
-        cells = re.split(r"\s{2,}", line.strip())
-        if len(cells) == 4:
-            found[cells[0]] = cells[3]
-    return found
+    lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    return {cells[0]: cells[3] for cells in lines if len(cells) == 4}
 
 
 # --- Configurations -------------------------------------------------------------------------------
@@ -94,14 +88,8 @@ def test_json_has_everything(check):
     assert (figures["target"], figures["drafter"], figures["dtype"]) == ("tiny", "self:layers=1", "float32")
     assert figures["options"]["temperature"] == 0.9
     assert (figures["greedy"]["prompts"], figures["greedy"]["tokens"]) == (3, 30)
-    for against in ("against_plain", "against_transformers"):
-        assert figures["greedy"][against] == {
-            "verdict": "identical",
-            "identical": 3,
-            "ties": 0,
-            "wrong": 0,
-            "differences": [],
-        }
+    counted = {"verdict": "identical", "identical": 3, "ties": 0, "wrong": 0, "differences": []}
+    assert figures["greedy"]["against_plain"] == figures["greedy"]["against_transformers"] == counted
     assert figures["greedy"]["not_compared"] is None
     assert figures["logits"]["sound"] is True
     assert figures["logits"]["rows"] == 30
@@ -220,7 +208,7 @@ def test_an_interrupt_loses_nothing(check, monkeypatch):
     assert "1 prompt, 10 tokens" in result.out
     assert "Interrupted: these are the results so far." in result.out
     calls.clear()
-    figures = only(json.loads(check("--json").out))
+    figures = check("--json").json(code=130)
     assert figures["complete"] is False
     assert figures["greedy"]["prompts"] == 1
 
@@ -259,16 +247,13 @@ def test_prompts_that_do_not_fit_are_left_out(check, tmp_path):
 
 
 @pytest.fixture
-def outputs(check, tmp_path) -> Callable[..., Path]:
+def outputs(tmp_path) -> Callable[..., Path]:
     """A file of the given lines; what is no bytes becomes JSON."""
 
     def write(*lines: object) -> Path:
         path = tmp_path / "outputs.jsonl"
-        path.write_bytes(
-            b"".join(
-                (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
-            )
-        )
+        encoded = (line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+        path.write_bytes(b"\n".join(encoded))
         return path
 
     return write
