@@ -36,8 +36,6 @@ from specbench.decoding.verify import Verification, verification_of
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.policies import VerificationName
 
-LOADING = (specbench.models.drafters, specbench.models.prepare, specbench.models.target)
-
 
 @pytest.fixture
 def tiny(cli, folder) -> Cli:
@@ -363,7 +361,7 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
         pytest.fail("weights were loaded")
 
     if "--target" not in arguments:
-        for module in LOADING:
+        for module in (specbench.models.drafters, specbench.models.prepare, specbench.models.target):
             monkeypatch.setattr(module, "load_model", load_model)
         arguments += ("--target", folder)
     result = cli("generate", "hi", *arguments)
@@ -372,16 +370,10 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
     assert "Input should" not in result.err
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    """A model without a chat template."""
-    folder = save_tiny(tmp_path_factory.mktemp("models") / "base")
-    (folder / "chat_template.jinja").unlink()
-    return folder
-
-
-def test_what_advises_about_chat_templates_works(cli, tiny, base):
+def test_what_advises_about_chat_templates_works(cli, tiny, tmp_path):
     """Whoever does what a message says is not sent back by the next one."""
+    base = save_tiny(tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
     generate = ("generate", "hi", "-n", 3, "--target", base)
     cli(*generate, "--chat").refused(2, "no chat template", "Leave --chat")
     for raw in ((), ("--raw",)):
