@@ -121,15 +121,6 @@ def test_every_name_is_one_of_that_version(name):
     assert len(used) >= 4
 
 
-@pytest.mark.parametrize("name", [name for name, known in KNOWN.items() if "mtp_defaults" in known])
-def test_defaults_that_would_change_a_draft_of_mtp_are_replaced(name):
-    """Above temperature 0; the defaults are those that the version was read to have."""
-    defaults = KNOWN[name]["mtp_defaults"]
-    assert set(defaults) <= set(KNOWN[name]["names"])
-    options = dict(flat(ENGINES[name].export(setting("mtp", temperature=0.7)).options))
-    assert set(defaults) <= set(options), "it would do what it does without the option"
-
-
 def test_transformers_has_these_names():
     assert transformers.__version__ == ENGINES["transformers"].version
     known = KNOWN["transformers"]
@@ -137,9 +128,7 @@ def test_transformers_has_these_names():
     assert {name: getattr(config, name) for name in known["mtp_defaults"]} == known["mtp_defaults"]
     elsewhere = {"assistant_model", "assistant_tokenizer", "tokenizer", *known["newer"]["names"]}
     of_config = set(known["names"]) - elsewhere
-    assert of_config <= set(transformers.GenerationConfig().to_dict()) | set(
-        vars(transformers.GenerationConfig())
-    )
+    assert of_config <= set(config.to_dict()) | set(vars(config))
 
 
 # -- what each engine gets ---------------------------------------------------------------------------
@@ -342,29 +331,30 @@ AS_HERE = {
 """What an export may leave to an engine's default."""
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "llama.cpp"])
-def test_defaults_that_differ_are_written_out(name):
-    """For a head that the target's confidence or its own block size would otherwise size."""
-    here = setting("org/head", head=TrainingMetadata(kind="dspark"), temperature=0.7)
-    options = dict(flat(ENGINES[name].export(here).options))
-    for option, default in KNOWN[name]["defaults"].items():
-        assert option in options or (option in AS_HERE and AS_HERE[option] == default), option
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *((name, "defaults") for name in ("vllm", "sglang", "llama.cpp")),
+        *((name, "mtp_defaults") for name, known in KNOWN.items() if "mtp_defaults" in known),
+    ],
+)
+def test_defaults_that_differ_are_written_out(name, key):
+    """Those that a version was read to have, for an MTP layer or a head that something else would otherwise size."""
+    drafter, head = ("mtp", None) if key == "mtp_defaults" else ("org/head", TrainingMetadata(kind="dspark"))
+    options = dict(flat(ENGINES[name].export(setting(drafter, head=head, temperature=0.7)).options))
+    for option, default in KNOWN[name][key].items():
+        assert option in KNOWN[name]["names"]
+        left = key == "defaults" and option in AS_HERE and AS_HERE[option] == default
+        assert option in options or left, option
 
 
 def test_a_run_tells_of_its_heads(tmp_path):
-    story = {"kind": "eagle", "tokens": 9, "seconds": 1.0}
-    drafters = (Drafter("head", 0.8, 0.1),)
-    write_run(tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1)
-
-    def told(story: Any) -> Setting:
-        return RunSettings(load_results(change_run(tmp_path / "run", heads={"head": story}))).all()[0]
-
-    options = ENGINES["vllm"].export(told(story)).options["--speculative-config"]
-    assert (options["method"], options["model"]) == ("eagle3", "/path/to/head")
-    write_run(tmp_path / "mtp", drafters=(Drafter("mtp", 0.8, 0.1),), gammas=(2,), repeats=1)
-    run = load_results(change_run(tmp_path / "mtp", heads={"mtp": {"kind": "mtp"}}))
-    options = ENGINES["vllm"].export(RunSettings(run).all()[0]).options["--speculative-config"]
-    assert options["method"] == "mtp"
+    for name, kind, method in (("head", "eagle", "eagle3"), ("mtp", "mtp", "mtp")):
+        write_run(tmp_path / name, drafters=(Drafter(name, 0.8, 0.1),), gammas=(2,), repeats=1)
+        run = load_results(change_run(tmp_path / name, heads={name: {"kind": kind, "tokens": 9}}))
+        options = ENGINES["vllm"].export(RunSettings(run).all()[0]).options["--speculative-config"]
+        assert options["method"] == method
+        assert options.get("model") == ("/path/to/head" if name == "head" else None)
 
 
 def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
@@ -427,12 +417,9 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
     found = cli("export", "specbench.toml", "--to", "mlx-lm", "--json").json()
     assert found["options"]["--num-draft-tokens"] == 3
     assert (found["source"], found["measured"]) == ("specbench.toml", None)
-    for content, more, said in (
-        ("version = 1\n", (), "Name the policy fixed:gamma=N"),
-        ("version = 2\n", (), "reads version 1"),
-    ):
-        file.write_text(content)
-        cli("export", file, "--to", "vllm", *more).refused(2, said)
+    for version, said in ((1, "Name the policy fixed:gamma=N"), (2, "reads version 1")):
+        file.write_text(f"version = {version}\n")
+        cli("export", file, "--to", "vllm").refused(2, said)
     file.write_text(f"version = 1\n{rest}".replace("smollm2-135m", "self:int8"))
     cli("export", file, "--to", "vllm").refused(
         2, "does not support the drafter self:int8", "Name the run alone"

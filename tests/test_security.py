@@ -16,8 +16,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -48,20 +47,21 @@ CPU = LoadOptions("float32", "cpu")
 
 RUNS_CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path"}
 READS_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml"}
+Node = TypeVar("Node", bound=ast.AST)
 
 
-def calls() -> list[tuple[str, ast.Call]]:
-    """Every call in the package, with its file's name."""
+def nodes(kind: type[Node]) -> list[tuple[str, Node]]:
+    """Every call, say, in the package, with its file's name."""
     return [
         (path.name, node)
         for path in sorted(PACKAGE.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
+        if isinstance(node, kind)
     ]
 
 
 def test_the_package_has_no_means_to_run_what_it_reads():
-    for file, call in calls():
+    for file, call in nodes(ast.Call):
         called = ast.unparse(call.func)
         assert called.removeprefix("builtins.") not in RUNS_CODE, f"{file}: {called}"
         assert called not in ("numpy.load", "np.load"), f"{file}: {called}"
@@ -70,24 +70,20 @@ def test_the_package_has_no_means_to_run_what_it_reads():
         for keyword in call.keywords:
             if keyword.arg in ("shell", "trust_remote_code", "allow_dangerous_deserialization"):
                 assert ast.unparse(keyword.value) == "False", f"{file}: {ast.unparse(call)}"
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = (
-                [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            )
-            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.split(".")[0] for name in names} & READS_CODE, path.name
-            if isinstance(node, ast.Dict):
-                for key, value in zip(node.keys, node.values, strict=True):
-                    if isinstance(key, ast.Constant) and key.value == "trust_remote_code":
-                        assert ast.unparse(value) == "False"
+    for file, node in [*nodes(ast.Import), *nodes(ast.ImportFrom)]:
+        names = [str(getattr(node, "module", "")), *(each.name for each in node.names)]
+        assert not {name.split(".")[0] for name in names} & READS_CODE, file
+    for file, literal in nodes(ast.Dict):
+        for key, value in zip(literal.keys, literal.values, strict=True):
+            if isinstance(key, ast.Constant) and key.value == "trust_remote_code":
+                assert ast.unparse(value) == "False", file
 
 
 def test_everything_that_could_run_a_models_code_is_told_not_to():
     """Calls that take their arguments from a dict get the word in there."""
     loading = [
         (file, call)
-        for file, call in calls()
+        for file, call in nodes(ast.Call)
         if ast.unparse(call.func).endswith("from_pretrained") and "Gguf" not in ast.unparse(call.func)
     ]
     assert len(loading) >= 4
@@ -303,7 +299,7 @@ def test_nothing_is_written_through_a_link(theirs, monkeypatch, capsys, words, n
 
 
 @pytest.mark.usefixtures("one_figure")
-def test_no_name_of_an_unfinished_file_can_be_prepared(theirs):
+def test_no_name_of_an_unfinished_file_can_be_prepared(theirs, monkeypatch):
     mine = theirs.parent / "mine"
     mine.write_text("mine")
     (theirs / ".report.html.partial").symlink_to(mine)
@@ -314,10 +310,9 @@ def test_no_name_of_an_unfinished_file_can_be_prepared(theirs):
         opened.append(self.name)
         return replace(self, target)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "replace", record)
-        for _ in range(2):
-            assert run(["report", str(theirs)]) == 0
+    monkeypatch.setattr(Path, "replace", record)
+    for _ in range(2):
+        assert run(["report", str(theirs)]) == 0
     assert mine.read_text() == "mine"
     assert len(set(opened)) == len(opened) > 4
 
@@ -352,7 +347,7 @@ def readable(tmp_path_factory) -> dict[str, tuple[bytes, Callable[[Path], Any]]]
     index = json.dumps({"metadata": {"total_size": 1}, "weight_map": {"a": "b.safetensors"}}).encode()
     prompt = json.dumps({"id": "a", "category": "c", "turns": ["t"], "system": "s"}).encode() + b"\n"
     return {
-        "model.gguf": (gguf[:20_000] + gguf[20_000:], read_gguf_header),
+        "model.gguf": (gguf, read_gguf_header),
         "model.safetensors": ((folder / "model" / "model.safetensors").read_bytes(), read_header),
         "index.json": (index, lambda path: shard_names(path, "mine")),
         "prompts.jsonl": (prompt, lambda path: load_prompts([path])),
@@ -400,25 +395,6 @@ EVIL = "=cmd|' C calc'!A0;=1+1 <script>alert(1)<⁄script><blink onload=x> [red]
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-@pytest.fixture
-def measured(tmp_path, monkeypatch, capsys) -> Any:
-    """A sweep of a model and prompts with evil names, through the command line; what it said."""
-    if sys.platform == "win32":
-        pytest.skip("such names cannot be")
-    monkeypatch.chdir(tmp_path)
-    save_tiny(tmp_path / EVIL)
-    line = {"id": f"@{EVIL}", "category": f"+{EVIL}", "turns": [f"-{EVIL}"], "system": None}
-    (tmp_path / "evil.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
-    options = "--dtype float32 --device cpu --prompts ./evil.jsonl -n 6 --gamma 2 --repeats 2"
-    options += " --drafter lookup --ignore-eos --out run"
-    words = ["sweep", "--target", f"./{EVIL}", *options.split()]
-    monkeypatch.setattr(sys, "argv", ["specbench", *words])
-    code = run(words)
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    return SimpleNamespace(folder=tmp_path / "run", out=said.out, err=said.err)
-
-
 class Tags(html.parser.HTMLParser):
     """What a page has in the way of tags and handlers."""
 
@@ -433,19 +409,30 @@ class Tags(html.parser.HTMLParser):
         self.attributes += [name for name, _ in attrs]
 
 
-def test_evil_names_come_out_as_what_they_are(measured, capsys):
-    assert not UNSEEN.search(measured.out.replace("\n", ""))
-    assert not UNSEEN.search(measured.err.replace("\n", "").replace("\r", ""))
-    frame = load_results(measured.folder)
+@pytest.mark.skipif(sys.platform == "win32", reason="such names cannot be")
+def test_evil_names_come_out_as_what_they_are(tmp_path, monkeypatch, cli):
+    """A sweep of a model and prompts with evil names, and what is made of it."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / EVIL)
+    line = {"id": f"@{EVIL}", "category": f"+{EVIL}", "turns": [f"-{EVIL}"], "system": None}
+    (tmp_path / "evil.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    options = "--dtype float32 --device cpu --prompts ./evil.jsonl -n 6 --gamma 2 --repeats 2"
+    options += " --drafter lookup --ignore-eos --out run"
+    said = cli("sweep", "--target", f"./{EVIL}", *options.split())
+    assert said.code == 0, said.err
+    assert not UNSEEN.search(said.out.replace("\n", ""))
+    assert not UNSEEN.search(said.err.replace("\n", "").replace("\r", ""))
+    folder = tmp_path / "run"
+    frame = load_results(folder)
     assert set(frame.generations["prompt"]) == {f"@{EVIL}"}
     assert set(frame.generations["target"]) == {EVIL}
 
-    assert run(["report", "run"]) == 0
-    assert run(["compare", "run:lookup@2", "run:plain"]) in (0, 1)
-    said = capsys.readouterr()
-    assert not UNSEEN.search((said.out + said.err).replace("\n", ""))
+    reported, compared = cli("report", "run"), cli("compare", "run:lookup@2", "run:plain")
+    assert (reported.code, compared.code) in ((0, 0), (0, 1))
+    for said in (reported, compared):
+        assert not UNSEEN.search((said.out + said.err).replace("\n", ""))
 
-    (page,) = measured.folder.rglob("*.html")
+    (page,) = folder.rglob("*.html")
     text = page.read_text(encoding="utf-8")
     tags = Tags(text)
     assert "alert(1)" in text, "the name is not on the page: the test shows nothing"
@@ -453,17 +440,14 @@ def test_evil_names_come_out_as_what_they_are(measured, capsys):
     assert "blink" not in tags.tags
     assert not [name for name in tags.attributes if name.startswith("on")]
     assert not UNSEEN.search(text.replace("\n", ""))
-    for file in measured.folder.rglob("*.md"):
+    for file in folder.rglob("*.md"):
         markdown = file.read_text(encoding="utf-8")
         assert "<script" not in markdown
         assert not UNSEEN.search(markdown.replace("\n", ""))
-    with (measured.folder / "summary.csv").open(encoding="utf-8", newline="") as file:
+    with (folder / "summary.csv").open(encoding="utf-8", newline="") as file:
         cells = [cell for row in csv.reader(file) for cell in row]
     assert cells
     assert not [cell for cell in cells if re.match("[=+@\t\r]|-(?![0-9.])", cell)]
-
-
-FORMULA_BEGINS = re.compile("[\\s'\"]*[=+@＝＋－＠]|\\s*-(?!\\d)")
 
 
 @settings(max_examples=200, deadline=None)
