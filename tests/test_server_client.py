@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from specbench.bench.engines.client import (
     text_of,
 )
 
-URL = "http://server.test/v1"
+URL = "http://server.test/v1/"
 STREAM = {"content-type": "text/event-stream"}
 
 
@@ -40,6 +40,19 @@ class Script(httpx2.AsyncByteStream):
                 raise event
             self._clock[0] += 1.0
             yield event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def client_does(action: Callable[[ServerClient], Awaitable[Any]], handler: Any, **options: Any) -> Any:
+    """What an action of a client comes to, whose requests the handler answers."""
+
+    async def done() -> Any:
+        client = ServerClient("far", URL, key="secret", transport=httpx2.MockTransport(handler), **options)
+        try:
+            return await action(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(done())
 
 
 def asked(
@@ -58,15 +71,7 @@ def asked(
             seen.append(request)
         return httpx2.Response(status, headers=headers, stream=Script(events, clock))
 
-    async def answer() -> StreamedAnswer:
-        transport = httpx2.MockTransport(handler)
-        client = ServerClient("far", URL, key="secret", transport=transport, clock=lambda: clock[0])
-        try:
-            return await client.ask("m", prompt, settings)
-        finally:
-            await client.close()
-
-    return asyncio.run(answer())
+    return client_does(lambda client: client.ask("m", prompt, settings), handler, clock=lambda: clock[0])
 
 
 def said(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -177,8 +182,8 @@ def test_acceptance_by_place_is_what_the_server_tells(more, places):
 def answer_of(
     text: str, used: int | None, ids: int | None = None, reason: str = "length", *, reasoned: bool = False
 ) -> StreamedAnswer:
-    pieces = [Chunk(0.0, text, None if ids is None else (5,) * ids, reasoned)]
-    return StreamedAnswer(tuple(pieces), reason, 1.0, 1, used)
+    piece = Chunk(0.0, text, None if ids is None else (5,) * ids, reasoned)
+    return StreamedAnswer((piece,), reason, 1.0, 1, used)
 
 
 TEXT = "the king and the queen"
@@ -262,15 +267,7 @@ def test_line_separators_within_a_text_are_text():
 
 
 def models(body: Any, status: int = 200) -> dict[str, str]:
-    async def listed() -> dict[str, str]:
-        transport = httpx2.MockTransport(lambda request: httpx2.Response(status, json=body))
-        client = ServerClient("far", URL + "/", transport=transport)
-        try:
-            return await client.models()
-        finally:
-            await client.close()
-
-    return asyncio.run(listed())
+    return client_does(ServerClient.models, lambda request: httpx2.Response(status, json=body))
 
 
 def test_the_models_of_a_server():
