@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,6 @@ class Disk:
     @property
     def limits(self) -> dict[str, int]:
         return {} if self.mounted else {"RLIMIT_FSIZE": self.size // 2}
-
-    def remount(self, options: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{options}", str(self.path)], check=True)
 
 
 @pytest.fixture
@@ -249,20 +247,17 @@ def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(models, dis
     assert load_results(out).problems == []
     assert sorted(path.name for path in out.iterdir() if "partial" in path.name) == []
     if small.mounted:
-        small.remount("size=8m")
+        subprocess.run(["mount", "-o", "remount,size=8m", str(small.path)], check=True)
     again = specbench(*sweep_words(models, out), "--resume")
     assert again.wait() == 0, again.errors
     assert rows(out) == undisturbed
 
 
 def test_results_whose_folder_vanishes(tmp_path):
-    sweep = make_sweep()
-    calls = 0
+    sweep, calls = make_sweep(), count(1)
 
     def vanish(config: Any, prompt: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
+        if next(calls) == 6:
             shutil.rmtree(tmp_path / "run")
 
     with (
@@ -330,16 +325,13 @@ class Site:
     Attributes:
         files: Contents and headers by path.
         cut: Whether answers stop half way.
-        asked: Method, path and the range that was asked for.
+        asked: Method and path.
     """
 
     files: dict[str, tuple[bytes, dict[str, str]]] = field(default_factory=dict)
     cut: bool = False
-    asked: list[tuple[str, str, str | None]] = field(default_factory=list)
+    asked: list[tuple[str, str]] = field(default_factory=list)
     address: str = ""
-
-    def gets(self, name: str) -> int:
-        return sum(method == "GET" and path.endswith(name) for method, path, _ in self.asked)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -354,7 +346,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         wanted = self.headers.get("Range")
-        self.site.asked.append((self.command, self.path, wanted))
+        self.site.asked.append((self.command, self.path))
         content, headers = self.site.files.get(self.path, (None, {"X-Error-Code": "EntryNotFound"}))
         self.send_response(404 if content is None else 206 if wanted else 200)
         body = content or b""
@@ -396,7 +388,7 @@ class Hub:
     repository, commit = "/org/name", "0123456789abcdef0123456789abcdef01234567"
 
     def __init__(self, site: Site, folder: Path, cache: Path) -> None:
-        self.site, self.cache = site, cache
+        self.cache = cache
         names = [path.name for path in sorted(folder.iterdir())]
         model = {"id": "org/name", "sha": self.commit, "siblings": [{"rfilename": name} for name in names]}
         tree = [
@@ -405,21 +397,16 @@ class Hub:
         ]
         told = {"revision/main": model, f"tree/{self.commit}?recursive=true&expand=false": tree}
         for place, content in told.items():
-            self.site.files[f"/api/models{self.repository}/{place}"] = (json.dumps(content).encode(), {})
+            site.files[f"/api/models{self.repository}/{place}"] = (json.dumps(content).encode(), {})
         for name in names:
-            self.publish(name, (folder / name).read_bytes())
-
-    def publish(self, name: str, content: bytes) -> None:
-        """Put a file there."""
-        git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324 - git's choice
-        headers = {"X-Repo-Commit": self.commit, "ETag": f'"{git}"'}
-        if name.endswith(".safetensors"):
-            headers |= {
-                "X-Linked-ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-                "X-Linked-Size": str(len(content)),
-            }
-        for revision in ("main", self.commit):
-            self.site.files[f"{self.repository}/resolve/{revision}/{name}"] = (content, headers)
+            content = (folder / name).read_bytes()
+            git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324 - git's choice
+            headers = {"X-Repo-Commit": self.commit, "ETag": f'"{git}"'}
+            if name.endswith(".safetensors"):
+                headers["X-Linked-ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+                headers["X-Linked-Size"] = str(len(content))
+            for revision in ("main", self.commit):
+                site.files[f"{self.repository}/resolve/{revision}/{name}"] = (content, headers)
 
     def load(self) -> dict[str, str]:
         """Load the model: its fingerprint, or the error."""
@@ -460,7 +447,7 @@ def test_a_hub_models_files_are_fetched_again_when_broken_off_and_refused_when_d
     assert set(whole) == {"fingerprint"}, whole
     asked = len(site.asked)
     assert hub.load() == whole
-    again = [path for method, path, _ in site.asked[asked:] if method == "GET"]
+    again = [path for method, path in site.asked[asked:] if method == "GET"]
     assert all(path.startswith("/api/") for path in again), "an intact cache was fetched again"
     for name in ("config.json", "model.safetensors"):
         content = hub.cached(name).read_bytes()
