@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import count, islice
 from typing import Any
 
@@ -22,7 +22,6 @@ import httpx2
 import openai
 import psutil
 import pytest
-from cli_runs import Result
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
@@ -335,12 +334,6 @@ def test_a_client_that_hangs_up_takes_its_request_along(serving):
     assert serving.becomes_idle()["kv_cache_usage_perc"] == 0
 
 
-def status_of(connection: socket.socket) -> bytes:
-    """The first line of an answer."""
-    with connection.makefile("rb") as answer:
-        return answer.readline()
-
-
 def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch):
     monkeypatch.setattr(server, "_MORE_CONNECTIONS", 2)
     with Running(engine_of(max_batch=1, max_waiting=0, pool_tokens=None)) as running:
@@ -366,7 +359,8 @@ def test_who_does_not_read_keeps_neither_others_nor_the_end_waiting(monkeypatch,
     running = Running(engine_of())
     asked = {**ENDLESS, "max_tokens": 3000, "stream": True}
     with running.sent(json.dumps(asked).encode()) as connection:
-        assert status_of(connection) == b"HTTP/1.1 200 OK\r\n"
+        with connection.makefile("rb") as answer:
+            assert answer.readline() == b"HTTP/1.1 200 OK\r\n"
         assert running.text(prompt="the thing")["usage"]["completion_tokens"] == NEW
         with caplog.at_level(logging.ERROR):
             running.close()
@@ -396,10 +390,11 @@ def test_what_has_been_done_is_counted():
         running.text(prompt="the thing and the thing")
         found = running.becomes_idle()
         accepted = [step.accepted for step in expected.steps]
+        drafts = sum(bool(step.drafted) for step in expected.steps)
         assert found["prompt_tokens_total"] == expected.prompt_tokens
         assert found["generation_tokens_total"] == NEW
         assert found["steps_total"] == len(accepted)
-        assert found["spec_decode_num_drafts_total"] == sum(bool(step.drafted) for step in expected.steps)
+        assert found["spec_decode_num_drafts_total"] == drafts
         assert found["spec_decode_num_draft_tokens_total"] == sum(step.gamma for step in expected.steps)
         assert found["spec_decode_num_accepted_tokens_total"] == sum(accepted)
         for place in range(max(step.gamma for step in expected.steps)):
@@ -410,10 +405,7 @@ def test_what_has_been_done_is_counted():
     assert text.count("# TYPE ") == text.count("# HELP ") > 8
     counted = speculation_counters(text)
     assert counted is not None
-    assert (counted.drafts, counted.accepted) == (
-        sum(bool(step.drafted) for step in expected.steps),
-        sum(accepted),
-    )
+    assert (counted.drafts, counted.accepted) == (drafts, sum(accepted))
 
 
 # -- the engine by itself ----------------------------------------------------------------------------
@@ -471,18 +463,9 @@ def test_a_server_that_ends_says_so_in_the_answers_that_it_cuts():
 
 # -- the command -------------------------------------------------------------------------------------
 
-Cli = Callable[..., Result]
 
-
-@pytest.fixture
-def serve(cli, folder) -> Cli:
-    def call(*arguments: object) -> Result:
-        return cli("serve", "--target", folder, "--quiet", *arguments)
-
-    return call
-
-
-def test_what_cannot_be_served_is_refused(serve, monkeypatch):
+def test_what_cannot_be_served_is_refused(cli, folder, monkeypatch):
+    serve = partial(cli, "serve", "--target", folder, "--quiet")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         serve("--port", port).refused(
