@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
@@ -50,9 +50,7 @@ class Manner:
     metrics: str = ""
 
 
-@cache
-def tokenizer() -> Any:
-    return tiny_tokenizer()
+tokenizer = cache(tiny_tokenizer)
 
 
 def prompt_of(body: Mapping[str, Any]) -> str:
@@ -86,12 +84,8 @@ def events(body: Mapping[str, Any], manner: Manner) -> Iterator[dict[str, Any] |
         yield {
             "choices": [],
             "usage": {"prompt_tokens": 7, "completion_tokens": count},
-            **facts(body, manner),
+            **(manner.facts(dict(body)) if callable(manner.facts) else manner.facts),
         }
-
-
-def facts(body: Mapping[str, Any], manner: Manner) -> Mapping[str, Any]:
-    return manner.facts(dict(body)) if callable(manner.facts) else manner.facts
 
 
 def whole(body: Mapping[str, Any], manner: Manner) -> dict[str, Any]:
@@ -99,6 +93,81 @@ def whole(body: Mapping[str, Any], manner: Manner) -> dict[str, Any]:
     text = tokenizer().decode(answer_ids(body, manner))
     said = {"message": {"content": text}} if "messages" in body else {"text": text}
     return {"choices": [{"index": 0, **said, "logprobs": manner.logprobs, "finish_reason": "length"}]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as the manner of its server says."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, scripted: ScriptedServer, *arguments: Any) -> None:
+        self.scripted = scripted
+        super().__init__(*arguments)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        manner = self.scripted.manner
+        if self.path == "/metrics" and manner.metrics:
+            return self._whole(200, manner.metrics.encode())
+        if self.path != "/v1/models":
+            return self._whole(404, b"{}")
+        if not self._knows():
+            return None
+        if isinstance(manner.models, bytes):
+            return self._whole(200, manner.models)
+        listed = [{"id": name, "owned_by": manner.owner} for name in manner.models]
+        return self._whole(200, json.dumps({"object": "list", "data": listed}).encode())
+
+    def do_POST(self) -> None:
+        manner = self.scripted.manner
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self._knows():
+            return None
+        self.scripted.asked.append(body)
+        if body["model"] not in manner.models:
+            return self._refuse(404, f"there is no model {body['model']}")
+        wrong = manner.wrong(body)
+        if isinstance(wrong, int):
+            return self._refuse(wrong, "not now")
+        if not body.get("stream"):
+            if body.get("logprobs") and manner.logprobs is None:
+                return self._refuse(400, "no log probabilities")
+            return self._whole(200, json.dumps(whole(body, manner)).encode())
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for event in events(body, manner):
+            if isinstance(event, str):
+                self.close_connection = True
+                return None
+            self._chunk(f"data: {json.dumps(event)}\n\n".encode())
+        self._chunk(b"data: [DONE]\n\n")
+        self.wfile.write(b"0\r\n\r\n")
+        return None
+
+    def _knows(self) -> bool:
+        """Whether the key is right; one that is not is repeated, as some servers do."""
+        given = self.headers.get("Authorization", "none").removeprefix("Bearer ")
+        if self.scripted.manner.key in (None, given):
+            return True
+        self._refuse(401, f"wrong key: {given}")
+        return False
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._whole(status, json.dumps({"error": {"message": message}}).encode())
+
+    def _whole(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 
 class ScriptedServer:
@@ -112,21 +181,7 @@ class ScriptedServer:
     def __init__(self, manner: Manner | None = None) -> None:
         self.manner = manner or Manner()
         self.asked: list[dict[str, Any]] = []
-        scripted = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                scripted._get(self)
-
-            def do_POST(self) -> None:
-                scripted._post(self)
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, self))
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
@@ -139,65 +194,3 @@ class ScriptedServer:
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
-
-    def _get(self, handler: BaseHTTPRequestHandler) -> None:
-        if handler.path == "/metrics" and self.manner.metrics:
-            return self._whole(handler, 200, self.manner.metrics.encode())
-        if handler.path != "/v1/models":
-            return self._whole(handler, 404, b"{}")
-        if not self._knows(handler):
-            return None
-        if isinstance(self.manner.models, bytes):
-            return self._whole(handler, 200, self.manner.models)
-        listed = [{"id": name, "owned_by": self.manner.owner} for name in self.manner.models]
-        return self._whole(handler, 200, json.dumps({"object": "list", "data": listed}).encode())
-
-    def _post(self, handler: BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-        if not self._knows(handler):
-            return None
-        self.asked.append(body)
-        if body["model"] not in self.manner.models:
-            return self._refuse(handler, 404, f"there is no model {body['model']}")
-        wrong = self.manner.wrong(body)
-        if isinstance(wrong, int):
-            return self._refuse(handler, wrong, "not now")
-        if not body.get("stream"):
-            if body.get("logprobs") and self.manner.logprobs is None:
-                return self._refuse(handler, 400, "no log probabilities")
-            return self._whole(handler, 200, json.dumps(whole(body, self.manner)).encode())
-        handler.send_response(200)
-        handler.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        handler.send_header("Transfer-Encoding", "chunked")
-        handler.end_headers()
-        for event in events(body, self.manner):
-            if isinstance(event, str):
-                handler.close_connection = True
-                return None
-            self._chunk(handler, f"data: {json.dumps(event)}\n\n".encode())
-        self._chunk(handler, b"data: [DONE]\n\n")
-        handler.wfile.write(b"0\r\n\r\n")
-        return None
-
-    def _knows(self, handler: BaseHTTPRequestHandler) -> bool:
-        """Whether the key is right; one that is not is repeated, as some servers do."""
-        given = handler.headers.get("Authorization", "none").removeprefix("Bearer ")
-        if self.manner.key in (None, given):
-            return True
-        self._refuse(handler, 401, f"wrong key: {given}")
-        return False
-
-    def _refuse(self, handler: BaseHTTPRequestHandler, status: int, message: str) -> None:
-        self._whole(handler, status, json.dumps({"error": {"message": message}}).encode())
-
-    @staticmethod
-    def _whole(handler: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
-        handler.send_response(status)
-        handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    @staticmethod
-    def _chunk(handler: BaseHTTPRequestHandler, data: bytes) -> None:
-        handler.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
