@@ -126,6 +126,9 @@ class Walk:
         assert found.shape == (drafts + 1, VOCAB)
         if check:
             assert_close(found, whole(self.scorer.model, self.context, drafted))
+        self.rollback(drafted)
+
+    def rollback(self, drafted: Sequence[int]) -> None:
         accepted = self.random.randint(0, len(drafted))
         self.context += [*drafted[:accepted], *self.tokens(1)]
         fed = self.scorer.cache.length
