@@ -113,9 +113,8 @@ class MeasuredCosts(CostTable):
         self._prefill_s = prompt.token_s
         # Of the latest drafts, by passes: seconds over those of the rest of the step, and its verified tokens.
         self._drafts: dict[int, deque[tuple[float, int]]] = {}
-        self._last: deque[tuple[int, tuple[float, int]]] = deque(
-            maxlen=3
-        )  # of all of these, with their passes
+        # The last three of all these, with their passes.
+        self._last: deque[tuple[int, tuple[float, int]]] = deque(maxlen=3)
         self._drafted = True  # in the last step
         self._rest = PassTimes()
         self.timings, self.longest, self.timed, self.restart_s = 0, _FIRST, (), 0.0
