@@ -467,7 +467,7 @@ def _interval_notes(rows: Sequence[ComparedRow]) -> Iterator[str]:
     if "prompts" in bases:
         yield "In brackets the 95% interval over prompts. Verdict: whether it lies wholly above or below 1."
     if "repeats" in bases:
-        yield "*: one prompt; the interval is over its repeats, holds within that prompt only, and is no verdict."
+        yield "*: one or two prompts; the interval is over repeats, holds for these prompts only, and is no verdict."
 
 
 def _differ(a: Any, b: Any) -> bool:

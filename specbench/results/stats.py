@@ -190,7 +190,7 @@ def geometric_mean(
         confidence: Coverage of the interval.
 
     Returns:
-        The estimate. With a single prompt, the interval is over its repeats, and the estimate's basis says so.
+        The estimate. With one or two prompts, the interval is over repeats, and the estimate's basis says so.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         logs = np.log(np.asarray(values, dtype=np.float64))

@@ -317,7 +317,7 @@ def category_sheet(summary: Summary) -> Sheet:
     if any(row.speedup.low is None for row in categories):
         said.append(_too_few("prompt"))
     if any(row.speedup.basis == "repeats" for row in categories):
-        said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
+        said.append("*: one or two prompts; the interval is over repeats and holds for these prompts only.")
     return Sheet(["configuration", *map(one_line, names), "overall"], rows, values, notes=said)
 
 
