@@ -11,14 +11,14 @@ import pytest
 from cli_runs import Cli, Result
 from scripted_server import Manner, ScriptedServer, prompt_of
 
-from specbench.bench.engines.client import (
+from specbench.doctor import probes
+from specbench.doctor.findings import Examined, Finding, diagnose
+from specbench.doctor.probes import Observations
+from specbench.servers.client import (
     Chunk,
     SpeculationCounters,
     StreamedAnswer,
 )
-from specbench.doctor import probes
-from specbench.doctor.findings import Examined, Finding, diagnose
-from specbench.doctor.probes import Observations
 
 pytestmark = pytest.mark.timeout(60)  # whatever a socket is waited for
 

@@ -26,7 +26,6 @@ from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
 from specbench.backends.torch.pools import CacheSize
-from specbench.bench.engines.client import speculation_counters
 from specbench.cli import signals
 from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Sampling
@@ -39,6 +38,7 @@ from specbench.recipe import Recipe
 from specbench.serve import server
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.server import Server
+from specbench.servers.client import speculation_counters
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy

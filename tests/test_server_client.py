@@ -13,7 +13,7 @@ import pytest
 from tiny import tiny_tokenizer
 
 from specbench import RunError
-from specbench.bench.engines.client import (
+from specbench.servers.client import (
     Chunk,
     ServerClient,
     ServerError,

@@ -22,9 +22,7 @@ from head_files import eagle_tensors, speculators_settings, write_head
 from regret import FakeClock
 from scripted_engine import ScriptedEngine, quiet
 
-from specbench.bench.engines import guard
 from specbench.bench.engines.launched import LaunchedEngine
-from specbench.bench.engines.processes import EngineProcess, StartError, free_port
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import command_line, describe_run, open_run
@@ -34,6 +32,8 @@ from specbench.options import DecodingOptions
 from specbench.results.lines import Generation, ServerAnswer
 from specbench.results.run import TargetModel
 from specbench.rows import Row
+from specbench.servers import guard
+from specbench.servers.processes import EngineProcess, StartError, free_port
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.started import engine_drafters, started_engine

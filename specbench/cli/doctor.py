@@ -91,10 +91,10 @@ def _spec(text: str) -> ServerSpec:
 
 
 async def _examine(spec: ServerSpec) -> Observations:
-    from specbench.bench.engines.client import ServerClient, ServerError
     from specbench.bench.engines.servers import explain, only_model
     from specbench.doctor.probes import Examination
     from specbench.experiment import server_keys
+    from specbench.servers.client import ServerClient, ServerError
 
     key, variable = server_keys([spec]).get(spec.name), spec.key_variable
     if spec.name == _UNNAMED:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.base.record import Json, ratio
 from specbench.base.textsafe import counted, one_line
-from specbench.bench.engines.client import count_tokens
 from specbench.doctor.probes import TEMPERATURE
+from specbench.servers.client import count_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.bench.engines.client import StreamedAnswer, TokenCount
     from specbench.doctor.probes import Observations
+    from specbench.servers.client import StreamedAnswer, TokenCount
 
 Status = Literal["ok", "note", "problem"]
 Expected = Literal["on", "off"]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import RunError
 from specbench.base.record import Json
-from specbench.bench.engines.client import ServerError, choice_of, text_of
-from specbench.bench.engines.dialects import Dialect, dialect_of
+from specbench.servers.client import ServerError, choice_of, text_of
+from specbench.servers.dialects import Dialect, dialect_of
 
 if TYPE_CHECKING:
-    from specbench.bench.engines.client import ServerClient, SpeculationCounters, StreamedAnswer
+    from specbench.servers.client import ServerClient, SpeculationCounters, StreamedAnswer
 
 TOKENS = 64
 """Tokens of an answer whose acceptance is counted."""

@@ -19,7 +19,6 @@ import psutil
 from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.textsafe import counted
 from specbench.bench.engines.engine import BenchEngine
-from specbench.bench.engines.processes import EngineProcess, StartError, free_port
 from specbench.bench.engines.servers import ServerEngine, ServerPrompt
 from specbench.bench.grid import WARMUP_TOKENS
 from specbench.bench.prompts import Prompt
@@ -28,6 +27,7 @@ from specbench.options import DecodingOptions
 from specbench.results.lines import Generation, Group
 from specbench.results.run import TargetModel
 from specbench.rows import Condition, Row, Server
+from specbench.servers.processes import EngineProcess, StartError, free_port
 from specbench.specs.servers import ServerSpec
 
 if TYPE_CHECKING:

@@ -22,14 +22,6 @@ import httpx2
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import Json, to_dict
 from specbench.base.textsafe import encodable, one_line
-from specbench.bench.engines.client import (
-    ServerClient,
-    ServerError,
-    SpeculationCounters,
-    StreamedAnswer,
-    count_tokens,
-)
-from specbench.bench.engines.dialects import Dialect, dialect_of
 from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Salt
 from specbench.bench.serving import BenchRequest, Workload
@@ -38,6 +30,14 @@ from specbench.options import NO_OPTIONS, DecodingOptions, TemplateOptions
 from specbench.results.lines import Generation, Group, RequestLine, ServerAnswer, Speculation
 from specbench.results.run import TargetModel
 from specbench.rows import Row
+from specbench.servers.client import (
+    ServerClient,
+    ServerError,
+    SpeculationCounters,
+    StreamedAnswer,
+    count_tokens,
+)
+from specbench.servers.dialects import Dialect, dialect_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ import psutil
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import one_line
-from specbench.bench.engines import guard
+from specbench.servers import guard
 
 _POLL_S = 0.1
 _ANSWER_S = 10.0
