@@ -7,12 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specbench.base.errors import RunError
-from specbench.decoding.formats import FormatCompiler
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import speculative_generate_many
 from specbench.models.target import Target
-from specbench.options import DecodingOptions, Format
+from specbench.options import DecodingOptions
 
 QUESTIONS = ("Describe a planet.", "List some numbers: 1, 2, 3.", "the the the and the", "Was ist das?")
 
@@ -151,40 +149,3 @@ def _parses(text: str, schema: str) -> bool:
         return fits(json.loads(text), json.loads(schema))
     except ValueError:
         return False
-
-
-def disagreements_of_group(compiler: FormatCompiler, tokenizer: Any, group: dict[str, Any]) -> list[str]:
-    """Return the tests of a group (of the JSON Schema test suite) that the masks of its schema decide otherwise.
-
-    Keys of objects are put in the order of the schema, in which the masks demand them.
-
-    Raises:
-        UsageError: The library does not take the schema.
-    """
-    schema = group["schema"]
-    compiled = compiler.compile(Format("json-schema", json.dumps(schema)))
-    end = min(compiled.end_ids)
-    wrong = []
-    for test in group["tests"]:
-        text = json.dumps(_in_order(test["data"], schema), ensure_ascii=False)
-        try:
-            mask = compiled.matcher(0).mask_after(tokenizer(text, add_special_tokens=False)["input_ids"])
-        except RunError as error:
-            wrong.append(f"{test['description']}: {error}")
-            continue
-        if test["valid"] is not (mask is not None and mask.allows(end)):
-            wrong.append(f"{test['description']}: {text} is {'valid' if test['valid'] else 'invalid'}")
-    return wrong
-
-
-def _in_order(value: Any, schema: Any) -> Any:
-    schema = schema if isinstance(schema, dict) else {}
-    if isinstance(value, list):
-        return [_in_order(each, schema.get("items")) for each in value]
-    if isinstance(value, dict):
-        known = dict(schema.get("properties", {}))
-        for part in schema.get("allOf", ()):
-            known |= part.get("properties", {}) if isinstance(part, dict) else {}
-        names = [name for name in known if name in value] + [name for name in value if name not in known]
-        return {name: _in_order(value[name], known.get(name)) for name in names}
-    return value

@@ -6,10 +6,8 @@ import random
 from functools import cache
 from typing import Any
 
-import architectures as survey
 import pytest
 import torch
-import transformers as hf
 from test_zoo import ZOO, build
 from tiny import tiny_llama
 
@@ -17,10 +15,6 @@ from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
-from specbench.decoding.records import Generation
-from specbench.drafters.lookup import LookupDrafter
-from specbench.generate import GenerationRun, speculative_generate
-from specbench.generate_many import GenerationRuns
 from specbench.kernels.surgery import quantize
 from specbench.models.target import wrap_target
 
@@ -159,20 +153,6 @@ def test_models_that_cannot_be_read_together_are_read_one_by_one(name):
     assert pool.use.used == 2
 
 
-def test_layers_that_no_pool_holds_are_kept_apart():
-    target = wrap_target(
-        build("DeepseekV32ForCausalLM", survey.tiny_config(hf.DeepseekV32Config)), name="sparse", pack=False
-    )
-    runs = [GenerationRun(prompt, target, LookupDrafter(), max_new_tokens=9) for prompt in PROMPTS[:3]]
-    many = GenerationRuns(runs, max_batch=3)
-    assert many.factory is not None
-    assert "own cache" in (many.factory.why_not_batched or "")
-    for found, prompt in zip(many.results(), PROMPTS, strict=False):
-        assert isinstance(found, Generation)
-        alone = speculative_generate(prompt, target, LookupDrafter(), max_new_tokens=9)
-        assert found.token_ids == alone.token_ids
-
-
 def test_int8_layers_without_native_passes_are_not_read_together():
     model = tiny_llama(vocab_size=VOCAB)
     quantize(model)
@@ -206,8 +186,3 @@ def test_a_trial_that_fails_gives_the_reason(monkeypatch):
     monkeypatch.setattr("specbench.backends.torch.trials.RaggedForward.__call__", fails)
     reason = BatchedModel(scorer, pool_of(scorer)).why_not_batched
     assert "no kernel" in (reason or "")
-
-
-PROMPTS = [
-    [5, 6, 7, 8, 5, 6, 7, 8, 5], [9], list(range(20, 50)), list(range(20, 46)), [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4],
-]  # fmt: skip

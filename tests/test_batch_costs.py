@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from scripted import Logits, ScriptedScorer, Ticking, enumerate_outcomes, random_table
-from test_policies import UnsteadyClock, a_step, chain_rule
+from test_policies import UnsteadyClock, chain_rule
 
-from specbench.decoding.protocols import ForwardOutput, ForwardRequest, NewPrompt
+from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.records import SharedPass, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -221,11 +221,6 @@ def test_what_does_not_pay_in_a_batch_costs_little(kinds, target_s, draft_s, une
     assert speeds(kinds, target_s, lambda rows: draft_s, uneven_s, tokens=64)[0] > least
 
 
-def test_each_keeps_its_own_acceptance():
-    found = House(roofline, lambda rows: 0.3).serve(("good", "bad", "good", "bad"), "auto", tokens=100)
-    assert min(found.gammas[0::2]) > 1.5 * max(found.gammas[1::2])
-
-
 def test_drafts_of_some_hold_up_the_others_little():
     """With one price for all, that of the tokens of all together, those who draft badly get 0.82 of plain decoding."""
     kinds = ["good", "fair", "bad", "bad"] * 6
@@ -327,14 +322,6 @@ def test_a_draft_token_has_one_price_at_a_batch_size(rounds, row_s):
     assert costs.verify_s(1) == pytest.approx(7.0 / 2), "each size has its own"
 
 
-def test_a_row_costs_at_least_what_reading_a_prompt_takes():
-    batch_costs = BatchCosts()
-    batch_costs.observe(made(10.0, [0] * 2))
-    batch_costs.observe(made(101.0, [0, 0], read=101))
-    costs = RequestCosts(batch_costs, [])
-    assert costs.verify_s(2) - costs.verify_s(1) == pytest.approx(0.5)
-
-
 def test_those_who_draft_share_the_drafters_passes():
     batch_costs = BatchCosts()
     costs, other = (RequestCosts(batch_costs, [model]) for model in (Model, House))
@@ -353,26 +340,6 @@ def test_those_who_draft_share_the_drafters_passes():
     for _ in range(64):
         batch_costs.observe(made(10.0, [0, 0]))
     assert costs.timings == 0, "the times have expired"
-
-
-def test_what_the_drafter_has_not_read_is_weighed():
-    batch_costs = BatchCosts()
-    costs, other = (RequestCosts(batch_costs, [model]) for model in (Model, House))
-    for each in (costs, other):
-        each.begin(NewPrompt(100))
-    assert costs.reading_s == 0.0, "nothing is known yet"
-    batch_costs.observe(made(200.0, [0, 0], read=100))
-    assert costs.reading_s == pytest.approx(0.2 * 100), "a share of the target's time"
-    batch_costs.observe(made(40.0, [0, 0], target=False, model=Model, read=100))
-    assert costs.reading_s == pytest.approx(20.0)
-    costs.observe(a_step(0, 4))
-    assert costs.reading_s == pytest.approx(21.0)
-    costs.observe(a_step(1, 0))
-    assert costs.reading_s == 0.0
-    own = RequestCosts(batch_costs, [Model])
-    own.begin(NewPrompt())
-    own.observe(a_step(0, 49))
-    assert own.reading_s == 0.0, "it drafts with the target's cache"
 
 
 # -- exactness ---------------------------------------------------------------------------------------

@@ -231,17 +231,6 @@ def test_many_drops(family, prompt, monkeypatch):
 # -- preallocated buffers -------------------------------------------------------------------------
 
 
-def test_preallocated_buffers_double_when_full():
-    scorer = Scorer(tiny("llama"), "preallocated")
-    walk = Walk(scorer, 100)
-    capacities = set()
-    while len(walk.context) < 1100:
-        walk.step(walk.random.choice([0, 8, 90]), check=walk.random.random() < 0.2)
-        capacities.add(cache_layers(scorer)[0].keys.shape[-2])
-    assert capacities == {256, 512, 1024, 2048}
-    walk.step(3)
-
-
 # -- drafting on the target's own cache -----------------------------------------------------------
 
 

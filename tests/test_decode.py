@@ -108,17 +108,6 @@ def test_a_rejection_is_corrected():
     assert (steps[0].accepted, steps[0].tested, steps[0].expected_acceptance) == (1, 2, (1.0, 0.0))
 
 
-def test_a_prompt_of_python_shows_steps_and_generations_in_a_line():
-    _first, steps = decode(script(), FixedDraft([4, 5, 0, 7, 8, 9]), clock=Ticking(0.01))
-    assert repr(steps[0]).startswith("Step(0: 1 of 3 drafts accepted, 2 tokens, corrected, ")
-    target = tiny_target()
-    run = run_of(target, load_drafter("self:int8", target))
-    finished(run)
-    shown = repr(run.result())
-    assert shown.startswith("Generation(12 tokens, ")
-    assert "drafts accepted" in shown
-
-
 def test_nothing_is_drafted_for_the_last_token():
     drafter = FixedDraft(SCRIPT)
     _, steps = decode(script(), drafter, gamma=5, max_new_tokens=2)

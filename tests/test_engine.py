@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from scripted import Ticking
@@ -228,24 +227,6 @@ def test_passes_over_fewer_tokens_that_seem_longer_are_timed_again(engine, monke
     assert len(calls) == 3
     assert costs.target_s == {1: 1.0, 2: 1.0}
     assert PassCosts({1: 0.282, 2: 0.23, 3: 0.3}).target_s == {1: 0.23, 2: 0.23, 3: 0.3}
-
-
-def test_a_drafter_with_several_names_is_timed_once(engine):
-    small = engine.drafters[-1]
-    engine.drafters = (small, replace(small, name="lookup+small"))
-    engine._clock = Ticking()
-    costs = engine.measure_costs(PROMPT, [1], (2,))
-    asked = engine._clock.time
-    named = {
-        name: [line for line in costs if getattr(line, "drafter", "") == name]
-        for name in ("small", "lookup+small")
-    }
-    assert [msgspec.structs.replace(line, drafter="small") for line in named["lookup+small"]] == named[
-        "small"
-    ]
-    engine.drafters, engine._clock = (small,), Ticking()
-    engine.measure_costs(PROMPT, [1], (2,))
-    assert engine._clock.time == asked
 
 
 def test_drafters_are_timed_with_several_nodes_abreast(engine):

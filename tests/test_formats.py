@@ -184,48 +184,6 @@ def test_outputs_of_many_schemas_are_those_of_masked_plain_decoding_and_fit(targ
     assert not schemas.disagreements(target, 40, ("grammar", "grammar+lookup", f"grammar+{MODEL}"), chosen)
 
 
-def group(description: str, schema: Any, valid: list[Any], invalid: list[Any]) -> dict[str, Any]:
-    """A group in the form of the JSON Schema test suite."""
-    tests = [(each, True) for each in valid] + [(each, False) for each in invalid]
-    listed = [{"description": repr(data), "data": data, "valid": fits} for data, fits in tests]
-    return {"description": description, "schema": schema, "tests": listed}
-
-
-GROUPS = [
-    group("type", {"type": ["integer", "null"]}, [3, -1, 0, None], ["3", 1.5, True, [], {}]),
-    group("enum", {"enum": [6, "foo", [], True]}, [6, "foo", [], True], [7, "fo", {}, 0]),
-    group("limits", {"type": "integer", "minimum": -2, "maximum": 30}, [-2, 30, 7], [-3, 31, 300, "7"]),
-    group("length", {"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "äöü"], ["a", "abcd", 12]),
-    group(
-        "items",
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
-        [[1], [1, 2]],
-        [[], [1, 2, 3], ["1"], {}],
-    ),
-    group(
-        "properties and references",
-        {
-            "$defs": {
-                "tree": {
-                    "type": "object",
-                    "properties": {"value": {"type": "integer"}, "left": {"$ref": "#/$defs/tree"}},
-                    "required": ["value"],
-                    "additionalProperties": False,
-                }
-            },
-            "$ref": "#/$defs/tree",
-        },
-        [{"value": 1}, {"value": 1, "left": {"value": 2, "left": {"value": 3}}}],
-        [{"left": {"value": 2}}, {"value": 1, "left": {}}, {"value": 1, "right": 3}],
-    ),
-]
-
-
-@pytest.mark.parametrize("each", GROUPS, ids=lambda each: each["description"])
-def test_masks_allow_what_is_valid_and_nothing_else(target, each):
-    assert not schemas.disagreements_of_group(target.language_model.formats, tiny_tokenizer(), each)
-
-
 # -- what cannot work --------------------------------------------------------------------------------
 
 

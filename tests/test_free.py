@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import GivenCosts, ScriptedScorer, build_with, random_table, steps_of
-from tiny import tiny_llama
+from scripted import ScriptedScorer, random_table, steps_of
 
 from specbench.decoding.drafts import Draft, Guess, StepOutcome
 from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
@@ -20,13 +19,10 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import CandidateDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.suffix import SuffixDrafter, SuffixTrie
-from specbench.generate import speculative_generate
-from specbench.models.drafters import load_drafter
-from specbench.models.target import wrap_target
 from specbench.policies import FixedLength
 from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy
-from specbench.specs.drafters import Suffix, parse_drafter
-from specbench.specs.policies import DynamicTree, StaticTree, parse_policy
+from specbench.specs.drafters import Suffix
+from specbench.specs.policies import DynamicTree, StaticTree
 
 TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTreePolicy.shaped((-1, -1, 0, 0, 1)),
@@ -182,24 +178,6 @@ def test_the_likeliest_nodes_are_kept():
 VOCAB = 3
 PROMPT = [1, 2, 0, 1, 1, 2]
 TARGET = random_table(5, VOCAB)
-
-
-@pytest.mark.parametrize("word", ["suffix:keep", "suffix", "suffix+self:int8"])
-@pytest.mark.parametrize("rule", ["fixed:gamma=4", "auto", "static-tree:nodes=8", "dynamic-tree"])
-def test_so_it_is_with_a_model(word, rule):
-    if not parse_policy(rule).applies(parse_drafter(word)):
-        pytest.skip("cascades draft chains")
-    target = wrap_target(tiny_llama())
-    prompt = [5, 6, 7, 5, 6, 8, 5, 6]
-    plain = speculative_generate(prompt, target, None, max_new_tokens=40, ignore_eos=True)
-    drafter = load_drafter(word, target)
-    for _ in range(2):
-        policy = build_with(GivenCosts(0.01, {1: 1.0, 9: 1.1}), rule)  # no clock has a say
-        found = speculative_generate(
-            prompt, target, drafter, policy=policy, max_new_tokens=40, ignore_eos=True
-        )
-        assert found.token_ids == plain.token_ids
-        assert any(step.accepted for step in found.steps)
 
 
 def test_in_a_cascade_the_model_goes_on_where_nothing_matches():

@@ -27,12 +27,10 @@ from gguf_files import (
 from hard_strings import HARD_STRINGS
 from llama_cpp import (
     ANSWERS,
+    ask,
     checksums,
     kept,
-    log_probabilities,
-    pieces,
     rules,
-    tokens_of,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -81,13 +79,13 @@ def test_a_fact_that_cannot_be_converted_is_named(tmp_path, fact):
 
 
 @pytest.mark.slow
-def test_llama_cpp_still_says_so(tmp_path):
+def test_llama_cpp_still_says_so():
     pytest.importorskip("xllamacpp", reason="llama.cpp (pip install xllamacpp) is not installed")
-    for fact in CONVERTED:
-        values = kept(log_probabilities(written(fact, tmp_path)))
-        assert values == pytest.approx(LLAMA_CPP["facts"][str(fact)], abs=1e-3), fact
-    for name in TOKENIZERS:
-        assert tokens_of(tokenizer_file(name, tmp_path)) == LLAMA_CPP["tokens"][name], name
+    answers = ask()
+    for fact, values in LLAMA_CPP["facts"].items():
+        assert answers["facts"][fact] == pytest.approx(values, abs=1e-3), fact
+    for part in ("tokens", "splits"):
+        assert answers[part] == LLAMA_CPP[part]
 
 
 def test_every_fact_changes_the_output():
@@ -129,15 +127,6 @@ def test_text_is_split_as_in_llama_cpp(names):
     assert [
         split for split, ours, its in zip(splits, checksums(splits), answers, strict=True) if ours != its
     ] == []
-
-
-@pytest.mark.slow
-def test_llama_cpp_still_splits_so(tmp_path):
-    pytest.importorskip("xllamacpp", reason="llama.cpp (pip install xllamacpp) is not installed")
-    for names in rules():
-        for pre in names:
-            ours = [[piece for piece, _ in splitter(pre).pre_tokenize_str(text)] for text in HARD_STRINGS]
-            assert pieces(pre, tmp_path) == ours, pre
 
 
 @pytest.mark.parametrize(

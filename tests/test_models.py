@@ -307,13 +307,6 @@ def test_damaged_files(folder, file, content, says):
     assert re.search(says, refusal(load_model, str(folder), CPU, kind=RunError))
 
 
-def test_a_tokenizer_without_files(folder):
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-    message = refusal(load_model, str(folder), CPU, kind=RunError)
-    assert message.startswith("The tokenizer of tiny-model cannot be loaded")
-
-
 def test_weights_of_the_wrong_shape_or_missing_are_not_made_up(folder):
     change_weights(folder, {"lm_head.weight": torch.zeros(3, 32)})
     assert "cannot be loaded" in refusal(load_model, str(folder), CPU, kind=RunError)

@@ -33,7 +33,6 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.policies import FixedLength, build_policy
-from specbench.policies.acceptance import OnlineLogistic
 from specbench.policies.base import confidence, is_guess, normalized_entropy
 from specbench.policies.costs import MeasuredCosts
 from specbench.policies.outcomes import best_threshold
@@ -369,31 +368,11 @@ def test_the_heuristic():
 # -- learning what is accepted -----------------------------------------------------------------------
 
 
-def test_one_outcome_moves_the_curve_by_one_newton_step():
-    curve = OnlineLogistic((0.0, 0.0), (1.0, 1.0), (0.0, 0.0))
-    assert curve.chance(3.0) == 0.5
-    curve.learn(0.0, True)  # 1 · 0.5 / (1 + 0.25)
-    assert (curve.intercept, curve.slope) == pytest.approx((0.4, 0.0))
-    curve = OnlineLogistic((0.0, 0.0), (1.0, 1.0), (0.0, 0.0))
-    assert curve.chance(0.0, -1.0) == pytest.approx(1 / (1 + math.e))
-    curve.learn(2.0, False)  # (1, 2) · -0.5 / (1 + 0.25 · 5)
-    assert (curve.intercept, curve.slope) == pytest.approx((-2 / 9, -4 / 9))
-
-
 # -- costs -------------------------------------------------------------------------------------------
 
 
 def timed(gamma: int, draft: float, verify: float) -> Step:
     return a_step(gamma, gamma, draft_s=draft, verify_s=verify / 2, accept_s=verify / 2)
-
-
-def test_costs_are_assumed_until_they_are_measured():
-    measured = MeasuredCosts()
-    assert (measured.timings, measured.longest) == (0, 3)
-    assert measured.first_s / measured.verify_s(1) == pytest.approx(0.2)
-    measured.observe(timed(0, 0.0, 1.0))
-    assert (measured.timings, measured.longest) == (0, 3)
-    assert measured.first_s == pytest.approx(0.2, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -408,18 +387,6 @@ def test_a_drafts_first_pass_has_its_own_price(lengths, first, later):
     found = [measured.drafting_s(k) for k in (1, 2, 3)]
     assert found == pytest.approx([first + k * later for k in range(3)], rel=0.15)
     assert measured.drafting_s(1, 2) == pytest.approx(later, abs=0.06)
-
-
-def test_unseen_numbers_of_tokens_follow_those_seen():
-    measured = MeasuredCosts()
-    for gamma in (0, 1, 2, 3, 7) * 4:
-        measured.observe(timed(gamma, gamma, 1.0 + 0.3 * gamma))
-    assert measured.verify_s(5) == pytest.approx(2.2, rel=0.05)
-    assert measured.verify_s(12) == pytest.approx(4.3, rel=0.1)
-    assert measured.longest == 14
-    for gamma in (4, 5) * 9:
-        measured.observe(timed(gamma, gamma, 2.2 if gamma == 4 else 3.1))
-    assert measured.verify_s(6) == pytest.approx(3.1, rel=0.06), "a jump is kept"
 
 
 def test_a_steep_beginning_never_makes_a_pass_free():
@@ -605,20 +572,3 @@ def test_auto_looks_again_with_one_pass_and_all_free_tokens():
         policy.should_continue(made)
         policy.observe(step)
     assert 2 <= probes <= 20
-
-
-def test_a_probe_that_took_no_pass_is_not_paid_for():
-    policy = build_with(GivenCosts(0.9, {1: 1.0, 9: 1.05}), "auto:max=8")
-    for index in range(1000):
-        policy.begin_step(20)
-        probing = bool(policy.notes()["probe"])
-        if probing and index > 100:
-            break
-        made, step = step_of("m" if probing else "", 0, index)
-        policy.should_continue(made)
-        policy.observe(step)
-    made, step = step_of("f", 1, index)
-    policy.should_continue(made)
-    policy.observe(step)
-    policy.begin_step(20)
-    assert policy.notes()["probe"] == 1, "it still has to find out"

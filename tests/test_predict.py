@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
 import pytest
@@ -27,14 +26,6 @@ from specbench.predict.chances import chances_of, read_answer
 from specbench.predict.law import Answer, Chances, expected_steps
 from specbench.specs.drafters import Lookup
 
-SAMPLINGS = [
-    Sampling(1.0),
-    Sampling(0.6),
-    Sampling(temperature=1.3, top_k=2),
-    Sampling(temperature=1.0, top_p=0.8),
-    Sampling(temperature=0.8, top_k=2, top_p=0.9),
-    Sampling(temperature=1.0, min_p=0.3),
-]
 END = 0
 """The token that ends an output."""
 LONGEST = 6
@@ -43,62 +34,6 @@ Distribution = Callable[[tuple[int, ...]], np.ndarray]
 
 def counts(steps: int, drafted: int, tested: Sequence[int], accepted: Sequence[int]) -> np.ndarray:
     return np.array([steps, drafted, *tested, *accepted], dtype=float)
-
-
-def random_distribution(seed: int, vocab: int, sampling: Sampling) -> Distribution:
-    """Distributions that depend on the whole context, after the transforms, in float64."""
-
-    @cache
-    def of(context: tuple[int, ...]) -> np.ndarray:
-        generator = np.random.default_rng([seed, *context])
-        logits = torch.tensor(generator.normal(size=vocab) * 1.5, dtype=torch.float32)
-        exact = sampling.probabilities(logits[None], context)[0].double().numpy()
-        return exact / exact.sum()
-
-    return of
-
-
-def decoding(p: Distribution, q: Distribution, limit: int, gamma: int) -> np.ndarray:
-    """Expected counts of speculative decoding by its definition: drafts from q, tests, and residuals, all enumerated.
-
-    The end token ends an output, and so does its ``limit``.
-    """
-    nothing = np.zeros(2 + 2 * LONGEST)
-
-    def tested(place: int, accepted: bool) -> np.ndarray:
-        found = nothing.copy()
-        found[2 + place] = 1.0
-        found[2 + LONGEST + place] = accepted
-        return found
-
-    @cache
-    def step(context: tuple[int, ...]) -> np.ndarray:
-        """Expected counts of this step and all later ones."""
-        if len(context) == limit or END in context:
-            return nothing
-        length = min(gamma, limit - len(context) - 1)
-        return counts(1, length, [0] * LONGEST, [0] * LONGEST) + draft(context, 0, length)
-
-    @cache
-    def draft(context: tuple[int, ...], place: int, length: int) -> np.ndarray:
-        """What follows after ``place`` accepted tokens, which the context ends with."""
-        if END in context:
-            return nothing
-        mine, theirs = p(context), q(context)
-        if place == length:
-            return sum(chance * step((*context, x)) for x, chance in enumerate(mine))
-        found = nothing
-        rest = np.maximum(mine - theirs, 0.0)
-        for token, chance in enumerate(theirs):
-            passes = min(1.0, mine[token] / chance) if chance else 0.0
-            kept = tested(place, True) + draft((*context, token), place + 1, length)
-            found = found + chance * passes * kept
-            if passes < 1.0 and chance:
-                after = sum(r * step((*context, x)) for x, r in enumerate(rest / rest.sum()) if r)
-                found = found + chance * (1.0 - passes) * (tested(place, False) + after)
-        return found
-
-    return sum(chance * step((x,)) for x, chance in enumerate(p(())))
 
 
 def by_law(chances: np.ndarray, limit: int, gammas: Sequence[int]) -> list[np.ndarray]:
@@ -111,7 +46,7 @@ def by_law(chances: np.ndarray, limit: int, gammas: Sequence[int]) -> list[np.nd
 
 
 def predicted(p: Distribution, q: Distribution, limit: int, gamma: int) -> np.ndarray:
-    """The same by the law of the steps, averaged over all answers."""
+    """Expected counts of decoding by the law of the steps, averaged over all answers."""
 
     def answers(context: tuple[int, ...], weight: float) -> np.ndarray:
         if len(context) == limit or END in context:
@@ -124,14 +59,6 @@ def predicted(p: Distribution, q: Distribution, limit: int, gamma: int) -> np.nd
     return answers((), 1.0)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize(("vocab", "limit", "gamma"), [(3, 5, 1), (3, 6, 2), (3, 6, 3), (2, 8, 4), (2, 9, 6)])
-def test_the_law_of_the_steps_averages_to_what_decoding_does(sampling, vocab, limit, gamma):
-    p = random_distribution(1, vocab, sampling)
-    q = random_distribution(2, vocab, sampling)
-    np.testing.assert_allclose(predicted(p, q, limit, gamma), decoding(p, q, limit, gamma), rtol=0, atol=1e-9)
-
-
 def of_records(records: Sequence[object]) -> np.ndarray:
     steps = [each for each in records if isinstance(each, Step)]
     return counts(
@@ -142,8 +69,10 @@ def of_records(records: Sequence[object]) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(temperature=1.2, top_k=2)])
-@pytest.mark.parametrize("gamma", [1, 3])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.8), Sampling(temperature=1.2, top_k=2), Sampling(1.0, top_p=0.8)]
+)
+@pytest.mark.parametrize("gamma", [1, 2, 4])
 def test_it_is_the_law_of_the_real_loop(sampling, gamma):
     vocab, limit, prompt = 2, 5, [1, 1, 0]
     target, draft = random_table(3, vocab), random_table(4, vocab)

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import regret
-from regret import FakeClock, Simulated, choice_of, scatter_of, simulated
-from stored_runs import kept_run
+from regret import FakeClock, Simulated, choice_of, simulated
 
 from specbench.decoding.theory import PassCosts
 from specbench.tune.race import (
@@ -244,21 +242,3 @@ def test_who_may_be_faster_than_a_new_leader_is_measured_again():
     assert race.leader == "c"
     assert "b" in race.running
     assert not race.eliminated.keys() & {"b"}
-
-
-@pytest.fixture(scope="module")
-def scatter() -> regret.Scatter:
-    return scatter_of(kept_run("qwen2.5-coder-int4"))
-
-
-@pytest.mark.parametrize("kind", regret.TRUTHS)
-def test_over_the_scatter_of_a_stored_run_choices_are_good(scatter, kind):
-    """Two drafters that differ much from prompt to prompt; benchmarks/regret.py has all runs, and more races."""
-    for seed in range(2):
-        made, best = scatter.simulated(seed, kind, busy=0.0)
-        race = made.race(40)
-        if kind != "apart":
-            assert made.regret(race) <= MARGIN
-        elif race.decided:
-            assert choice_of(race) == best
-        assert kind != "planted" or choice_of(race) == best

@@ -15,14 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.batch import RequestFactory
 from specbench.backends.torch.parity import find_difference
-from specbench.backends.torch.pools import cache_size
-from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, MOST_SPARE
+from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.deviation import clean_rows
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.drafters.model import ModelDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns, speculative_generate_many
 from specbench.kernels import native
@@ -257,16 +255,6 @@ def test_conversations_read_what_is_new(kind):
         alone = GenerationRun(prompt, wrap_target(model, name="tiny", pack=False), None, **options)
         list(alone)
         assert second.result().token_ids == alone.result().token_ids
-
-
-@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
-def test_the_states_of_requests_in_a_pool_are_counted(kind):
-    model, _ = built(kind)
-    factory = RequestFactory(wrap_target(model, name="tiny", pack=False).scorer, 512)
-    scorers = [factory.open(NoDraft())[0] for _ in range(3)]
-    for scorer in scorers:
-        scorer.logits(IDS)
-    assert factory.use.bytes >= 3 * cache_size(model).request // (1 + MOST_SPARE)
 
 
 def test_what_is_no_longer_kept_is_read_again():

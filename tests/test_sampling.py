@@ -213,32 +213,6 @@ def test_values_out_of_range_are_refused(name, values):
 # -- draws ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [7, 40_000])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(),
-        Sampling(repetition_penalty=1.3),
-        Sampling(1.0),
-        Sampling(0.7, repetition_penalty=1.2),
-        *SETTINGS[4:6],
-        SETTINGS[9],
-        SETTINGS[13],
-    ],
-    ids=str,
-)
-def test_a_row_can_be_put_where_there_is_memory(sampling, vocab, dtype):
-    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
-    before = logits.clone()
-    memory = torch.full((2, vocab), 9.0)
-    found = sampling.probabilities(logits, [1, 2], [3], memory[1:])
-    assert found.data_ptr() == memory[1:].data_ptr()
-    assert torch.equal(memory[1:], sampling.probabilities(logits, [1, 2], [3]))
-    assert torch.equal(memory[0], torch.full((vocab,), 9.0))
-    assert torch.equal(logits, before)
-
-
 def draw_at(u: float, probabilities: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
     """The token that the uniform number ``u`` draws."""
     monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: torch.tensor([u], dtype=torch.float64))

@@ -60,8 +60,6 @@ class Together:
 
     def score(self, asked: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         assert len({each.scorer for each in asked}) == len(asked)
-        for each in asked:
-            each.scorer.refuse()
         self.passes.append([len(each.context) + len(each.tokens) - each.scorer.cached_len for each in asked])
         held = [len(each.scorer.cache.entries) for each in asked]
         try:
@@ -83,9 +81,6 @@ class Member(ScriptedScorer):
 
     places = None
 
-    def refuse(self) -> None:
-        """Raise what speaks against a pass, before any is made."""
-
     def reserve(self, asked: ForwardRequest) -> bool:
         wanted = len(asked.context) + len(asked.tokens)
         if wanted > self.room.tokens:
@@ -101,7 +96,6 @@ class Member(ScriptedScorer):
         self.room.reserved.pop(self.cache, None)
 
     def score(self, asked: ForwardRequest) -> ForwardOutput:
-        self.refuse()
         if self.room.tokens < 10**6:
             assert self.room.reserved[self.cache] >= len(asked.context) + len(asked.tokens), (
                 "nothing was reserved"
@@ -401,40 +395,8 @@ def test_states_of_contexts_read_in_parts_and_anew_are_whole():
     assert any(max(each) > 4 for each in house.target.passes[-30:])  # somebody was put back, and read again
 
 
-class Failing(Member):
-    """Refuses its third pass."""
-
-    def refuse(self) -> None:
-        if len(self.passes) == 2:
-            raise BrokenError
-
-
-def no_request() -> Request:
-    raise UsageError("The prompt is empty.")
-
-
 class BrokenError(Exception):
     """Of nobody else's making."""
-
-
-@pytest.mark.parametrize("target", [None, Together()], ids=["one by one", "together"])
-def test_one_that_fails_ends_alone(target):
-    house = House(target=target)
-
-    def failing() -> Request:
-        odd = replace(house)
-        odd.member = lambda: Failing(TARGET, house.room, house.target)  # type: ignore[method-assign]
-        return MIXED[1].request(odd)
-
-    scheduler = Scheduler(max_batch=4)
-    for start in (no_request, partial(MIXED[0].request, house), failing, partial(MIXED[2].request, house)):
-        scheduler.add(start)
-    found = told_by_number(scheduler)
-    assert [str(event) for event in found[0]] == ["The prompt is empty."]
-    assert [found[1], found[3]] == [ALONE[0], ALONE[2]]
-    assert found[2][:-1] == ALONE[1][: len(found[2]) - 1]
-    assert isinstance(found[2][-1], BrokenError)
-    assert house.room.taken == 0
 
 
 def breaking(case: Case, house: House, place: str, at: int) -> Request:
@@ -500,10 +462,16 @@ def test_whatever_one_raises_ends_that_one(place, room):
         assert house.room.taken == house.drafters_room.taken == 0
 
 
-def test_one_that_never_fits_says_so():
+def test_one_that_never_begins_or_never_fits_says_so():
+    def no_request() -> Request:
+        raise UsageError("The prompt is empty.")
+
     house = House(Room(40))
     cases = [MIXED[0], Case((1,) * 50), Case((2,) * 38, tokens=9), MIXED[1]]
-    found = told_by_number(scheduled(cases, house))
+    scheduler = scheduled(cases, house)
+    scheduler.add(no_request)
+    found = told_by_number(scheduler)
+    assert [str(event) for event in found[4]] == ["The prompt is empty."]
     assert [found[0], found[3]] == ALONE[:2]
     assert [type(found[number][-1]) for number in (1, 2)] == [UsageError] * 2
     assert len(found[1]) == 1 < len(found[2])

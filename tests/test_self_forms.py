@@ -18,8 +18,6 @@ from torch import nn
 from specbench.backends.torch.scorer import Scorer
 from specbench.backends.torch.self_forms import cheaper_form, check_form, skippable_layers
 from specbench.base.errors import UsageError
-from specbench.decoding.drafts import Draft
-from specbench.decoding.logits import Logits
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import speculative_generate
@@ -28,7 +26,6 @@ from specbench.kernels.surgery import pack, quantize
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.target import wrap_target
 from specbench.options import CacheKind
-from specbench.policies.acceptance import AcceptanceEstimator
 from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
 
@@ -265,14 +262,3 @@ def test_a_model_whose_layers_are_not_found():
     with pytest.raises(UsageError, match="This target cannot leave out layers"):
         load_drafter("self:skip=1", target)
     assert load_drafter("self:int8", target).traits.name == "self:int8"
-
-
-def test_auto_drafts_on_after_an_even_chance_where_the_drafter_is_a_rounded_copy():
-    target = wrap_target(tiny_language_model(layers=LAYERS).model, tiny_tokenizer(), pack=False)
-    words = ("self:int8", "self:layers=2,int8")
-    chances = []
-    for word in words:
-        estimator = AcceptanceEstimator(load_drafter(word, target).traits.prior)
-        estimator.read(Draft([0], sources=[Logits(torch.zeros(2))]), 1)
-        chances.append(estimator.survival)
-    assert chances[0] > 0.9 > chances[1]

@@ -347,26 +347,6 @@ def test_the_search_finds_the_fastest_setting(tmp_path, limit, drift):
     assert len(found.predicted) == len(sweep.configs) - 1
 
 
-def test_an_interrupted_search_continues_with_what_is_stored(tmp_path, monkeypatch):
-    engine = started_engine("llama.cpp")
-    whole, _, _ = search(tmp_path / "whole", engine, rate=RATE)
-    usual, calls = TimedEngine.generate, []
-
-    def interrupted(self: TimedEngine, *words: Any, **more: Any) -> Generation:
-        calls.append(1)
-        if len(calls) == 90:
-            raise KeyboardInterrupt
-        return usual(self, *words, **more)
-
-    monkeypatch.setattr(TimedEngine, "generate", interrupted)
-    first, _, _ = search(tmp_path / "run", engine, rate=RATE)
-    assert first.race.ending == "interrupted"
-    second, _, _ = search(tmp_path / "run", engine, rate=RATE)
-    assert second.predicted == first.predicted
-    assert second.race.verdict == whole.race.verdict == "faster"
-    assert second.race.blocks > first.race.blocks
-
-
 # -- commands ----------------------------------------------------------------------------------------
 
 

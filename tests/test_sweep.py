@@ -228,18 +228,6 @@ def test_a_sweep_measures_everything_and_tells_of_it(tmp_path):
     assert len((tmp_path / "costs.jsonl").read_text().splitlines()) == 4 * 6
 
 
-def test_whoever_stops_iterating_stops_the_sweep_and_the_next_one_goes_on(tmp_path):
-    sweep = make_sweep(warmup=0)
-    with new_store(tmp_path, sweep) as store:
-        for at in Session(sweep, store, ScriptedEngine(), snapshot=quiet).run():
-            if at.done == 7:
-                break
-    assert run_json(tmp_path)["finished"] is None
-    result = measure(tmp_path, sweep)
-    assert (result.found, result.measured) == (7, 11)
-    assert [row["config"] for row in read_lines(tmp_path)] == [cell.config for cell in sweep.plan()]
-
-
 def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
     class Dearer(ScriptedEngine):
         def measure_costs(self, *_: Any) -> list[CostLine]:

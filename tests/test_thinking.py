@@ -22,7 +22,6 @@ from specbench.drafters.grammar import GrammarDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import encode_prompt
-from specbench.models.chat_templates import used_variables
 from specbench.models.drafters import load_drafter
 from specbench.models.target import load_target
 from specbench.options import DecodingOptions, Format, LoadOptions, TemplateOptions
@@ -110,19 +109,6 @@ def test_thinking_is_set_once():
 def test_a_switch_needs_the_template():
     with pytest.raises(UsageError, match="--raw"):
         encode_prompt(tokenizer_of(QWEN), "Hi", chat=False, template=TemplateOptions(thinking=True))
-
-
-@pytest.mark.parametrize(
-    ("template", "known"),
-    [
-        (QWEN, {"enable_thinking"}),
-        (OPENED, {"thinking"}),
-        (HARMONY, {"reasoning_effort"}),
-        (MISTRAL, {"mode"}),
-    ],
-)
-def test_variables_that_a_template_uses(template, known):
-    assert used_variables(tokenizer_of(template)) - {"messages", "add_generation_prompt"} == known
 
 
 @pytest.mark.smoke

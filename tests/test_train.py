@@ -151,13 +151,6 @@ def test_a_student_shares_no_memory_with_the_target(model, kind):
     assert not there & learning
 
 
-def test_wide_targets_have_heads_that_learn_at_a_lower_rate(model):
-    student = student_of(model, "eagle")
-    usual = student.rate
-    student.rows = torch.zeros(2, 1152)
-    assert student.rate == usual / 2
-
-
 # -- prompts, texts and batches --------------------------------------------------------------------
 
 

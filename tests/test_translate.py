@@ -13,7 +13,6 @@ from tiny import SPECIAL_TOKENS, WORDS, save_tiny, tiny_language_model, tiny_lla
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.cli import run
 from specbench.decoding.drafts import StepOutcome
@@ -234,28 +233,6 @@ def test_a_model_with_its_tokens_renumbered_drafts_for_itself(sampling):
         TEXT, target, drafter, gamma=4, max_new_tokens=40, ignore_eos=True, sampling=sampling
     )
     assert [step.accepted for step in found.steps[:-1]] == [4] * (len(found.steps) - 1)
-
-
-def test_the_cache_holds_what_a_fresh_reading_would(monkeypatch):
-    """After every step, with tokens that only one of the two has."""
-    target, drafter = pair(other_words("the", "Ġan"))
-    assert isinstance(drafter, TranslatingDrafter)
-    fresh = Scorer(drafter.scorer.model, "none")
-    asked: list[tuple[list[int], torch.Tensor]] = []
-    score = drafter.scorer.score
-
-    def noted(each: Any) -> Any:
-        rows = score(each)
-        asked.append((list(each.context), rows.logits.clone()))
-        return rows
-
-    monkeypatch.setattr(drafter.scorer, "score", noted)
-    prompt = target.tokenizer("the tion of the ing and tion")["input_ids"]  # type: ignore[misc]
-    cascade = CascadeDrafter(LookupDrafter(Lookup(None, 1, before_model=True)), drafter)
-    speculative_generate(prompt, target, cascade, gamma=3, max_new_tokens=40, ignore_eos=True)
-    assert len(asked) > 5
-    for context, logits in asked:
-        torch.testing.assert_close(logits, fresh.logits(context, rows=1), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_is_cut_once():

@@ -195,15 +195,6 @@ def test_the_largest_of_a_row_are_those_of_a_sort():
             assert largest(rows, count) == places[:, :count].tolist()
 
 
-def test_prospects_of_scores_are_their_softmax():
-    row = torch.tensor([0.5, 2.0, -torch.inf, 1.0])
-    for scores, normalized in ((row.clone(), False), (row.softmax(-1), True)):
-        (each,) = Scores.of(scores[None], normalized=normalized)
-        assert each.best(4) == [1, 3, 0]
-        assert each.chance(2) == 0
-        torch.testing.assert_close(each.q, row.softmax(-1))
-
-
 # --- How close to the best ------------------------------------------------------------------------
 
 
