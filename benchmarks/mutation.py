@@ -137,7 +137,7 @@ drafters/model.py:ModelDrafter.update  test_trees.py test_distributions.py -k 'r
 + {node: 0 for i, node in enumerate(self._read_nodes)}
 
 the drafter does not catch up with what it was not fed
-backends/torch/scorer.py:Scorer._read  test_properties.py -k 'after_any_roll_back and full-dynamic'
+backends/torch/scorer.py:Scorer._read  test_properties.py -k 'after_any_roll_back and llama-dynamic'
 - context[first:]
 + context[max(first, len(context) - 1) :]
 
