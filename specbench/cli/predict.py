@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,12 +85,8 @@ def predict(
         costs, source, here = costs_of(
             drafters, log.answers, answers, milliseconds=target_pass_ms, progress=progress
         )  # fmt: skip
-    forecasts = []
     with StageProgress(quiet) as progress:
-        for each in drafters.values():
-            stage = f"reading answers with {each.traits.name}"
-            report = partial(progress.update, stage, total=len(log.answers))
-            forecasts.append(forecast(each, log.answers, gammas, report))
+        forecasts = [forecast(each, log.answers, gammas, progress.update) for each in drafters.values()]
     if json_output:
         from specbench.base.record import to_dict
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.decoding.protocols import Drafter, Scorer
+
+
+Report: TypeAlias = Callable[[str, int, int], None]
+"""Receives a stage, how much of it is done, and of how much."""
 
 
 @dataclass(eq=False)
@@ -133,7 +137,7 @@ def forecast(
     drafter: Drafter,
     answers: Sequence[Answer],
     gammas: Sequence[int],
-    report: Callable[[int], None] | None = None,
+    report: Report | None = None,
     *,
     target: Scorer | None = None,
     reads: MutableMapping[int, torch.Tensor] | None = None,
@@ -144,7 +148,7 @@ def forecast(
         drafter: A loaded drafter.
         answers: Answers of the target.
         gammas: Draft lengths, at least one.
-        report: Called with how many answers are done.
+        report: Called with a stage, how many answers are done, and of how many.
         target: Reads the answers for drafters that need its hidden states or draft on its cache; ``None`` where it is
             not there.
         reads: What the drafter's model has read of the answers, by their number (``read_answer``); filled.
@@ -162,7 +166,7 @@ def forecast(
     usable = [each for each in answers if free or each.sampling.greedy or each.probabilities is not None]
     for done, answer in enumerate(usable):
         if report is not None:
-            report(done)
+            report(f"reading answers with {name}", done, len(usable))
         logits = states = None
         if alone:
             logits = None if reads is None else reads.get(done)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,7 +14,7 @@ from specbench.base.record import Estimate
 from specbench.bench.contexts import ContextPrompts
 from specbench.loaded import transforms_of
 from specbench.predict.chances import model_of, target_probabilities
-from specbench.predict.forecast import forecast
+from specbench.predict.forecast import Report, forecast
 from specbench.predict.law import Answer
 from specbench.specs.policies import Fixed
 
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from specbench.bench.grid import Sweep
     from specbench.decoding.theory import PassCosts
     from specbench.rows import Row
-
-Report: TypeAlias = Callable[[str, int, int], None]
-"""Receives a stage, how much of it is done, and of how much."""
 
 
 class Prediction(NamedTuple):
@@ -47,7 +43,7 @@ def predict_rows(
     plain: Row,
     outputs: Mapping[str, Sequence[int]],
     costs: PassCosts,
-    report: Report = lambda *_: None,
+    report: Report | None = None,
 ) -> tuple[dict[str, Prediction], dict[str, str]]:
     """Predict the rows of a sweep under one condition that have a draft length.
 
@@ -57,7 +53,7 @@ def predict_rows(
         plain: The row of plain decoding, the baseline of the others.
         outputs: Its outputs of some prompts, by their ids.
         costs: Times of passes.
-        report: Receives progress.
+        report: Receives progress; see ``forecast``.
 
     Returns:
         Predictions by the ids of rows, and errors by drafter.
@@ -79,9 +75,8 @@ def predict_rows(
                 failed[name] = "its passes could not be timed"
                 continue
             try:
-                done = partial(_report, report, f"predicting {name}", len(answers))
                 made = forecast(
-                    drafter, answers, list(rows[name]), done, target=engine.target.scorer, reads=reads
+                    drafter, answers, list(rows[name]), report, target=engine.target.scorer, reads=reads
                 )
             except SpecbenchError as error:
                 failed[name] = str(error)
@@ -92,10 +87,6 @@ def predict_rows(
                     found[rows[name][each.gamma]] = Prediction(speedup, made.tokens_per_step(each))
     engine.target.scorer.begin()
     return found, failed
-
-
-def _report(report: Report, stage: str, total: int, done: int) -> None:
-    report(stage, done, total)
 
 
 def _answers(
