@@ -200,6 +200,11 @@ FAULTS: dict[str, tuple[Callable[[], Manner], Counts, str]] = {
     "log probabilities are another token's": (lambda: vllm(logprobs=SHIFTED), Counts(), "logprobs"),
     "greedy answers differ": (flipping, Counts(), "repeat"),
     "the second turn finds nothing in the cache": (lambda: vllm(cached=lambda _: 0), Counts(), "cache"),
+    "the cache is lost below a length": (
+        lambda: vllm(cached=lambda known: max(0, known // 400 - 1) * 400),
+        Counts(),
+        "cache",
+    ),
     "long prompts break the stream": (lambda: vllm(wrong=breaking), Counts(), "cache"),
 }
 
@@ -211,6 +216,20 @@ def test_a_planted_fault_is_named(examine, fault):
     assert problems(findings) == {check}, findings
     assert done.code == 1
     assert all(each["remedy"] for each in findings if each["status"] == "problem")
+
+
+def test_the_prompt_cache_is_tried_at_several_lengths(examine):
+    """Up to the server's context; the finding says at which lengths it was used."""
+
+    def too_long(body: dict[str, Any]) -> int | None:
+        return 400 if "Rule 60:" in json.dumps(body) else None
+
+    said = {each["check"]: each for each in examine(vllm(wrong=too_long))[1]}["cache"]
+    assert (said["status"], said["text"].count(" of ")) == ("ok", 3 + 1)
+    lossy = vllm(cached=lambda known: known if known > 500 else 0)
+    said = {each["check"]: each for each in examine(lossy)[1]}["cache"]
+    lost, kept = said["text"].split(", but ")
+    assert (said["status"], lost.count("0 of "), kept.count(" of ")) == ("problem", 2, 2)
 
 
 def test_what_is_expected(examine):
@@ -288,6 +307,7 @@ def test_the_command_says_what_to_do(cli, models):
     assert done.code == 1
     assert "cache         PROBLEM" in done.out
     assert "cache: Switch prefix caching on" in done.out
+    assert "finds only 0 of" in done.out
     assert done.out.endswith("1 problem found.\n")
 
 

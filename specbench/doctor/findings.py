@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.base.record import Json, ratio
@@ -110,11 +111,7 @@ class Examined:
         known = [one for one in each if one is not None]
         if not known or len(known) < len(each):
             return None
-        longest = max(len(one.accepted_at) for one in known)
-        kept = (
-            sum(one.accepted_at[place] for one in known if place < len(one.accepted_at))
-            for place in range(longest)
-        )
+        kept = map(sum, zip_longest(*(one.accepted_at for one in known), fillvalue=0))
         return sum(one.drafts for one in known), tuple(kept)
 
     @property
@@ -382,35 +379,34 @@ def _first_difference(texts: Sequence[str]) -> int | None:
     """Return how many characters texts share; ``None`` if each is the beginning of the longest."""
     shown = [text.rstrip("\N{REPLACEMENT CHARACTER}") for text in texts]
     least = min(map(len, shown))
-    place = next((i for i in range(least) if len({text[i] for text in shown}) > 1), None)
-    return place
+    return next((i for i in range(least) if len({text[i] for text in shown}) > 1), None)
 
 
 def _cache(e: Examined) -> Iterator[Finding]:
-    if len(e.seen.turns) < 2:
+    turns = [(first.prompt_tokens, second.cached_tokens) for first, second in e.seen.turns]
+    known = [(length, cached) for length, cached in turns if length and cached is not None]
+    lost = [f"{cached} of {length}" for length, cached in known if cached < length / 2]
+    if not turns:
         return
-    first, second = e.seen.turns
-    cached, known = second.cached_tokens, first.prompt_tokens
-    if cached is None or known is None:
+    if not known:
         yield Finding(
             "cache",
             "note",
             "The server does not report cached prompt tokens.",
             "vLLM: --enable-prompt-tokens-details." if e.seen.owner == "vllm" else "",
         )
-    elif cached < known / 2:
-        yield Finding(
-            "cache",
-            "problem",
-            f"The second turn finds {cached} of the first turn's {known} tokens in the prompt cache.",
-            "Switch prefix caching on (vLLM: --enable-prefix-caching; llama.cpp: cache_prompt), and check that it"
-            " works together with speculation.",
-        )
-    else:
-        text = (
-            f"The second turn finds {cached} of its {second.prompt_tokens} prompt tokens in the prompt cache."
-        )
+        return
+    used = ", ".join(f"{cached} of {length}" for length, cached in known if cached >= length / 2)
+    if not lost:
+        text = f"A second turn finds {used} tokens of the first in the prompt cache."
         yield Finding("cache", "ok", text)
+        return
+    text = f"A second turn finds only {', '.join(lost)} tokens of the first in the prompt cache"
+    remedy = "Switch prefix caching on (vLLM: --enable-prefix-caching; llama.cpp: cache_prompt), and compare without"
+    remedy += (
+        " speculation, which can cost the last block of a cached prompt (vLLM: disable_eagle_block_drop)."
+    )
+    yield Finding("cache", "problem", f"{text}{f', but {used}' if used else ''}.", remedy)
 
 
 def _plain_outputs(e: Examined) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,20 @@ _PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     'Write the capitals of France, Spain, Italy and Poland as JSON: [{"country": "...", "capital": "..."}].',
 )
-_DOCUMENT = " ".join(
-    f"Rule {number}: {what} of room {number} is open from {8 + number % 4} to {16 + number % 5} and has {number} seats."
-    for number, what in enumerate(("the library", "the kitchen", "the workshop", "the garden") * 5, 1)
-)
+_RULES = (8, 20, 50, 125)
+"""Rules in the texts of some 250 to 4,000 tokens with which the prompt cache is tried."""
+
+_PATIENCE_S = 10.0
+"""If a text takes longer to read, longer ones are not tried."""
 _QUESTIONS = ("When is room 3 open?", "And how many seats has room 7?")
+
+
+def _rules(count: int) -> str:
+    rooms = ("library", "kitchen", "workshop", "garden")
+    return " ".join(
+        f"Rule {i}: the {rooms[i % 4]} of room {i} is open from {8 + i % 4} to {16 + i % 5} and has {i} seats."
+        for i in range(1, count + 1)
+    )
 
 
 @dataclass
@@ -54,7 +63,7 @@ class Observations:
         sampled: Drafted and accepted tokens at ``TEMPERATURE``.
         again: Texts of one prompt, greedy: two streams, and one answer without a stream if there is one.
         plain: Answers of one prompt with speculation and without it, for servers that can switch it off.
-        turns: The answers of a conversation's first two turns; empty if they were not asked.
+        turns: The answers to the first two turns of conversations, which begin with longer and longer texts.
         logprobs: The field of that name in an answer that was asked for it; ``None`` if the server refused it.
         about: The server's page with its configuration.
         failed: Why a probe has no result, by its name.
@@ -70,7 +79,7 @@ class Observations:
     sampled: tuple[int, int] = (0, 0)
     again: list[str] = field(default_factory=list)
     plain: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
-    turns: list[StreamedAnswer] = field(default_factory=list)
+    turns: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
     logprobs: Json | None = None
     about: Json = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -147,9 +156,8 @@ class Examination:
 
     async def _sampled(self) -> None:
         """Ask all prompts at a temperature, and count drafts as the answers do, or else the counters."""
-        seen, more = self.seen, {"temperature": TEMPERATURE, "seed": 0, **self.seen.dialect.sampled}
-        before = await self._since_start()
-        answers = [await self._ask(prompt, TOKENS, **more) for prompt in _PROMPTS]
+        seen, before = self.seen, await self._since_start()
+        answers = [await self._ask(prompt, TOKENS, temperature=TEMPERATURE) for prompt in _PROMPTS]
         seen.sampled = sum(each.drafted or 0 for each in answers), sum(each.accepted or 0 for each in answers)
         await asyncio.sleep(_LATE_S)
         now = await self._since_start()
@@ -185,7 +193,7 @@ class Examination:
         again = await self._ask(_PROMPTS[0], TOKENS)
         seen.again = [seen.answers[0].text, again.text]
         wanted = {"logprobs": True, "top_logprobs": 5} if self._chat else {"logprobs": 5}
-        settings = {**self._settings(_LEAST), **wanted}
+        settings = {**seen.dialect.settings(_LEAST), **wanted}
         try:
             body = await self._client.ask_whole(seen.model, self._prompt(_PROMPTS[0]), settings)
         except ServerError as error:
@@ -198,12 +206,21 @@ class Examination:
         seen.logprobs = found if isinstance(found, dict) else None
 
     async def _turns(self) -> None:
-        """Ask two turns of a conversation about a text that is new to the server."""
-        begin = f"{secrets.token_hex(4)}. These are the rules of a house. {_DOCUMENT}"
-        asked = f"{begin}\n\n{_QUESTIONS[0]}"
-        first = await self._ask(asked, _SHORT, warm=True)
-        history = (asked, first.text or "I do not know.", _QUESTIONS[1])
-        self.seen.turns = [first, await self._ask(history, _SHORT, warm=True)]
+        """Ask two turns of conversations about texts that are new to the server."""
+        for count in _RULES:
+            asked = (
+                f"{secrets.token_hex(4)}. These are the rules of a house. {_rules(count)}\n\n{_QUESTIONS[0]}"
+            )
+            try:
+                first = await self._ask(asked, _SHORT, cached=True)
+                history = (asked, first.text or "I do not know.", _QUESTIONS[1])
+                self.seen.turns.append((first, await self._ask(history, _SHORT, cached=True)))
+            except ServerError as error:
+                if self.seen.turns and error.status is not None and 400 <= error.status < 500:
+                    return  # longer than its context
+                raise
+            if first.ended_s > _PATIENCE_S:
+                return
 
     async def _without_speculation(self) -> None:
         """Ask prompts with and without speculation, in alternating order."""
@@ -211,7 +228,7 @@ class Examination:
         for number, prompt in enumerate(_PROMPTS):
             pair: dict[bool, StreamedAnswer] = {}
             for off in (True, False) if number % 2 else (False, True):
-                pair[off] = await self._ask(prompt, TOKENS, **(plain if off else {}))
+                pair[off] = await self._ask(prompt, TOKENS, more=plain if off else None)
             self.seen.plain.append((pair[False], pair[True]))
 
     # -- requests ------------------------------------------------------------------------------------
@@ -226,11 +243,16 @@ class Examination:
         return True
 
     async def _ask(
-        self, prompt: str | Sequence[str], tokens: int, *, warm: bool = False, **more: Any
+        self,
+        prompt: str | Sequence[str],
+        tokens: int,
+        *,
+        temperature: float = 0.0,
+        cached: bool = False,
+        more: Mapping[str, Any] | None = None,
     ) -> StreamedAnswer:
-        return await self._client.ask(
-            self.seen.model, self._prompt(prompt), {**self._settings(tokens, warm=warm), **more}
-        )
+        settings = self.seen.dialect.settings(tokens, temperature, cached=cached)
+        return await self._client.ask(self.seen.model, self._prompt(prompt), {**settings, **(more or {})})
 
     def _prompt(self, prompt: str | Sequence[str]) -> str | list[dict[str, str]]:
         """Return a prompt, or the turns of a conversation by user and model, as the endpoint takes it."""
@@ -241,12 +263,3 @@ class Examination:
             {"role": "assistant" if number % 2 else "user", "content": text}
             for number, text in enumerate(turns)
         ]
-
-    def _settings(self, tokens: int, *, warm: bool = False) -> Json:
-        dialect = self.seen.dialect
-        return {
-            "max_tokens": tokens,
-            "temperature": 0,
-            **dialect.always,
-            **({} if warm else dialect.without_cache()),
-        }

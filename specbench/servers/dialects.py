@@ -18,9 +18,8 @@ class Dialect:
         always: Fields of every request.
         cold: Fields that switch the prompt cache off.
         salt: Name of a field; with a new value in it, the server's prompt cache finds nothing.
-        sampled: Fields that switch off the server's default truncation of the distribution (such as top-k).
         plain: Fields that switch speculation off for a request; empty if none do.
-        caches: Whether its prompt cache finds something nevertheless.
+        known: Whether the kind is known: the fields can be relied on, and prompt caches are avoided by them.
         reports_drafts: Whether every answer reports draft counts, with 0 for missing ones.
         counts_if_on: Whether `/metrics` has draft counters only if speculation is configured.
         about: Path of a page with the server's configuration; empty if there is none.
@@ -29,37 +28,38 @@ class Dialect:
     always: Mapping[str, Any] = field(default_factory=dict)
     cold: Mapping[str, Any] = field(default_factory=dict)
     salt: str | None = None
-    sampled: Mapping[str, Any] = field(default_factory=dict)
     plain: Mapping[str, Any] = field(default_factory=dict)
-    caches: bool = False
+    known: bool = True
     reports_drafts: bool = False
     counts_if_on: bool = False
     about: str = ""
 
-    def without_cache(self) -> Json:
-        """Return the fields with which a request finds nothing in the prompt cache."""
-        return {**self.cold, **({self.salt: secrets.token_hex(16)} if self.salt else {})}
+    def settings(self, tokens: int, temperature: float = 0.0, seed: int = 0, *, cached: bool = False) -> Json:
+        """Return the fields of a request for an answer.
+
+        Args:
+            tokens: The longest answer.
+            temperature, seed: Above 0 the whole distribution is sampled: a server's own top-k and min-p are switched
+                off.
+            cached: Whether the server may take the prompt from its cache.
+        """
+        made: Json = {"max_tokens": tokens, "temperature": temperature, **self.always}
+        if temperature:
+            made |= {"seed": seed, "top_p": 1.0, **({"top_k": -1, "min_p": 0.0} if self.known else {})}
+        if not cached:
+            made |= {**self.cold, **({self.salt: secrets.token_hex(16)} if self.salt else {})}
+        return made
 
 
-_WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0}
 _DIALECTS = {
-    "specbench": Dialect(  # it caches no prompts
-        sampled=_WHOLE_DISTRIBUTION, plain={"speculation": "off"}, reports_drafts=True, about="/v1/models"
-    ),
-    "llamacpp": Dialect(cold={"cache_prompt": False}, sampled=_WHOLE_DISTRIBUTION, about="/props"),
-    "vllm": Dialect(
-        always={"return_token_ids": True}, salt="cache_salt", sampled=_WHOLE_DISTRIBUTION, counts_if_on=True
-    ),
-    "sglang": Dialect(
-        always={"return_token_ids": True},
-        salt="cache_salt",
-        sampled=_WHOLE_DISTRIBUTION,
-        about="/server_info",
-    ),
+    "specbench": Dialect(plain={"speculation": "off"}, reports_drafts=True, about="/v1/models"),
+    "llamacpp": Dialect(cold={"cache_prompt": False}, about="/props"),
+    "vllm": Dialect(always={"return_token_ids": True}, salt="cache_salt", counts_if_on=True),
+    "sglang": Dialect(always={"return_token_ids": True}, salt="cache_salt", about="/server_info"),
 }
-"""By the owner that a server lists for its models."""
+"""By the owner that a server lists for its models. specbench itself caches no prompts."""
 
-_UNKNOWN = Dialect(caches=True)
+_UNKNOWN = Dialect(known=False)
 
 
 def dialect_of(owner: str) -> Dialect:
