@@ -174,6 +174,7 @@ def test_command_lines_of_engines():
     small = EngineDrafter(parse_drafter("org/small"), ModelSpec("folder", "/models/small"))
     plain, drafting = lines("vllm", small)
     assert plain == ["vllm", "serve", "/models/target.gguf", "--tp", "2", "--port", "8000"]
+    assert drafting[-4:] == ["--per-request-spec-decode-metrics", "detailed", "--port", "8000"]
     assert json.loads(drafting[drafting.index("--speculative-config") + 1]) == {
         "method": "draft_model", "model": "/models/small", "num_speculative_tokens": 4
     }  # fmt: skip

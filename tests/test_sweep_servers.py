@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -27,7 +29,7 @@ from specbench.bench.prompts import Prompt
 from specbench.bench.session import Session
 from specbench.generate import encode_messages
 from specbench.options import DecodingOptions
-from specbench.results.acceptance import positions
+from specbench.results.acceptance import positions, schedule, shorter
 from specbench.results.advice import review
 from specbench.results.compare import compare_configs
 from specbench.results.results import load_results
@@ -246,6 +248,65 @@ def test_acceptance_by_position_from_counters(sweep, tmp_path, batch):
     assert [row.rate for row in rows] == pytest.approx([0.8, 0.75, 0.0])
     assert [row.rate_of_drafted for row in rows] == pytest.approx([0.8, 0.6, 0.0])
     assert not any(row.least for row in rows)
+
+
+@pytest.mark.parametrize("batch", [None, "1,2"])
+@pytest.mark.parametrize("missing", [0, 3])
+def test_steps_that_a_server_reports(sweep, tmp_path, batch, missing):
+    """As vLLM reports them with `--per-request-spec-decode-metrics detailed`; ``missing`` ones drafted nothing."""
+    accepted, drafted = [4, 4, 0, 3, 1, 4, 1], [4, 4, 4, 4, 4, 4, 2]  # the last token lies behind the end
+    if missing:
+        accepted, drafted = accepted[:4], drafted[:4]
+    told = {
+        "num_draft_tokens": sum(drafted), "num_accepted_draft_tokens": sum(accepted),
+        "acceptance_histogram": [accepted.count(kept) for kept in range(5)],
+        "per_step_accepted": accepted, "per_step_drafted": drafted,
+    }  # fmt: skip
+    facts = {"metrics": {"speculative_decoding": told}}
+    with (
+        ScriptedServer(Manner(owner="vllm")) as plain,
+        ScriptedServer(Manner(owner="vllm", facts=facts)) as server,
+    ):
+        words = () if batch is None else ("--batch", batch)
+        assert sweep(*words, plain=plain, drafting=server).code == 0
+    results = load_results(tmp_path / "run")
+    summary = Summary(results)
+    row = summary.rows[-1]
+    steps, kept = (7, [4, 4, 0, 3, 1, 4, 0]) if not missing else (23 - 11, accepted)
+    assert row.tokens_per_step.value == pytest.approx((steps + sum(kept)) / steps)
+    assert row.acceptance_tested.value == pytest.approx(
+        sum(accepted) / sum(map(min, drafted, [5, 5, 1, 4, 2, 5, 2]))
+    )
+    assert row.mean_gamma.value == pytest.approx(sum(drafted) / steps)
+    assert math.isnan(row.ms_per_token.value), "times of its steps are not known"
+    places = [each for each in positions(summary) if each.config is row.config]
+    generations = row.generations
+    assert [each.drafted for each in places] == [
+        sum(d > at for d in drafted) * generations for at in range(4)
+    ]
+    assert [each.accepted for each in places] == [
+        sum(k > at for k in accepted) * generations for at in range(4)
+    ]
+    assert not any(each.least for each in places)
+    assert results.placed_steps.empty == bool(missing)
+    fewer = [each for each in shorter(summary) if each.config is row.config]
+    expected = [(steps + sum(min(each, gamma) for each in kept)) / steps for gamma in range(1, 5)]
+    assert [each.tokens_per_step.value for each in fewer] == pytest.approx(expected)
+    assert fewer[-1].speedup == pytest.approx(row.speedup.value)
+    write_report(tmp_path / "run")
+    page = (tmp_path / "run" / "report.md").read_text().replace("\\", "")
+    assert "Predicted with shorter drafts" in page
+    assert ("num_speculative_tokens_per_batch_size" in page) == (batch is not None)
+
+
+def test_the_fastest_draft_length_by_batch_size():
+    def made(batch: int | None, *speedups: float) -> list[SimpleNamespace]:
+        config = SimpleNamespace(drafter="d", condition=SimpleNamespace(batch=batch))
+        return [SimpleNamespace(config=config, gamma=g, speedup=s) for g, s in enumerate(speedups, 1)]
+
+    rows = [*made(16, 0.9, 0.8), *made(None, 1.2, 1.3), *made(4, 1.1, 1.0)]
+    assert schedule(rows) == {"d": [[1, 1, 2], [2, 4, 1], [5, 16, 0]]}
+    assert schedule(made(4, 1.2)) == schedule(made(4, math.nan)) == {}
 
 
 def test_places_of_other_answers_are_left_out(sweep, tmp_path):

@@ -76,12 +76,14 @@ class StartedEngine(ExportEngine):
     Attributes:
         server: The words that start its server.
         listening: Options of the server for what is measured; the last one is for its port.
+        reporting: More of them for servers that draft.
         ngrams: Kinds of n-gram drafting by their names in the engine: a drafter that is exported, or the engine's own
             options.
     """
 
     server: ClassVar[tuple[str, ...]]
     listening: ClassVar[tuple[str, ...]]
+    reporting: ClassVar[tuple[str, ...]] = ()
     ngrams: ClassVar[Mapping[str, str | Json]]
 
     @abstractmethod
@@ -104,7 +106,8 @@ class StartedEngine(ExportEngine):
         first = [word.replace("{port}", str(port)) for word in shlex.split(wrapper)] or [*self.server]
         variables = [f"{name}={value}" for name, value in options.items() if name.isupper()]
         options = {name: value for name, value in options.items() if not name.isupper()}
-        words = [*self.words(target, options), *more, *self.listening, str(port)]
+        measured = [*(self.reporting if options else ()), *self.listening]
+        words = [*self.words(target, options), *more, *measured, str(port)]
         if first[0].rpartition("/")[2] == "ssh":
             words = [shlex.quote(word) for word in words]
         return [*(["env", *variables] if variables else []), *first, *words]

@@ -37,6 +37,7 @@ class VLLM(StartedEngine):
 
     server = ("vllm", "serve")
     listening = ("--port",)
+    reporting = ("--per-request-spec-decode-metrics", "detailed")
     ngrams: ClassVar[Mapping[str, str | Json]] = {"ngram": "lookup:n=4,min=2", "suffix": "suffix"}
 
     def target_options(self, target: ModelSpec) -> Json:

@@ -1,18 +1,27 @@
-"""Which drafted tokens were accepted: by position."""
+"""Which drafted tokens were accepted: by position, along the answer and the context, and with shorter drafts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
-from specbench.base.record import ratio
+from specbench.base.record import Estimate, ratio
+from specbench.results import stats
 from specbench.results.metrics import Figures
 from specbench.results.summary import Summary
+
+_SHORTEST = 64
+"""Tokens of the first range of an answer or a context; later ranges are twice as long as the one before."""
+
+_FEWEST_STEPS = 30
+"""With fewer steps a range is not shown."""
 
 
 def positions(summary: Summary) -> list[SimpleNamespace]:
@@ -37,7 +46,7 @@ def positions(summary: Summary) -> list[SimpleNamespace]:
             least=least and place > 1,
         )
         for row in summary.rows
-        for least, counts in [_of_server(row) if row.is_server else (False, _of_steps(row))]
+        for least, counts in [(False, _of_steps(row)) if row.reports_steps else _of_server(row)]
         for place, (drafted, tested, accepted, alpha) in enumerate(counts, 1)
     ]
 
@@ -65,8 +74,8 @@ def _of_server(row: Figures) -> tuple[bool, list[tuple[int, int, int, float]]]:
 
 def _alpha_by_position(steps: pd.DataFrame, longest: int) -> list[float]:
     """Return the mean expected acceptance at positions 1 to ``longest``; NaN at positions where none was tested."""
-    lists = steps["expected_acceptance"].tolist()
-    at = ([each[i] for each in lists if len(each) > i] for i in range(longest))
+    lists = [values or () for values in steps["expected_acceptance"]]  # servers do not report it
+    at = ([values[i] for values in lists if len(values) > i] for i in range(longest))
     return [float(np.mean(values)) if values else float("nan") for values in at]
 
 
@@ -75,3 +84,85 @@ def _at_least(lengths: pd.Series[int], longest: int) -> list[int]:
     counts = np.bincount(lengths, minlength=longest + 1)
     found: list[int] = counts[::-1].cumsum()[::-1][1 : longest + 1].tolist()
     return found
+
+
+def along(summary: Summary) -> list[SimpleNamespace]:
+    """Return acceptance along answers and contexts, in ranges that double; of steps whose place is known.
+
+    Returns:
+        For each range of a configuration that has several: ``config``; ``of``, ``answer`` or ``context``, whose length
+        at the beginning of a step is meant; ``first`` and ``last``, its ends; ``steps``; ``tokens_per_step``, and
+        ``rate``, accepted over drafted.
+    """
+    steps, found = summary.results.placed_steps, list[SimpleNamespace]()
+    prompts = steps["output"].map(summary.results.generations["prompt_tokens"])
+    for row in summary.rows:
+        mine = steps[steps["config"] == row.config.id]
+        for of, length in (("answer", mine["place"]), ("context", mine["place"] + prompts[mine.index])):
+            ends = _SHORTEST * 2 ** (np.log2(length.astype(float) / _SHORTEST).clip(-1.0) // 1 + 1)
+            parts = {int(end): mine[ends == end] for end in sorted(set(ends))}
+            parts = {end: part for end, part in parts.items() if len(part) >= _FEWEST_STEPS}
+            for end, part in parts.items() if len(parts) > 1 and mine["drafted"].any() else ():
+                first, rate = (
+                    end // 2 * (end > _SHORTEST),
+                    ratio(part["accepted"].sum(), part["drafted"].sum()),
+                )
+                tokens = _per_step(part["emitted"], np.ones(len(part)), part["prompt"])
+                found.append(
+                    SimpleNamespace(
+                        config=row.config, of=of, first=first, last=end - 1, steps=len(part),
+                        tokens_per_step=tokens, rate=rate,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def _per_step(tokens: ArrayLike, steps: ArrayLike, prompts: pd.Series[Any]) -> Estimate:
+    return stats.pooled_rate(tokens, steps, prompts.to_numpy(), least=1.0)
+
+
+def shorter(summary: Summary) -> list[SimpleNamespace]:
+    """Return what each server that reports its steps would give with shorter drafts.
+
+    A step would have kept the accepted tokens that fit. Its time is taken to grow evenly with the draft, from that of
+    plain decoding to that of the measured draft. Longer drafts cannot be had from these steps.
+
+    Returns:
+        For each server, from γ = 1 to what was measured: ``config``, ``gamma``, ``tokens_per_step``, and ``speedup``,
+        NaN unless its baseline drafts nothing.
+    """
+    found = []
+    for row in summary.rows:
+        if not (row.is_server and row.reports_steps and row.steps["drafted"].any()):
+            continue
+        answers, steps = row.answers[row.answers["reported_steps"] > 0], row.steps
+        count, gammas = answers["reported_steps"], range(1, int(steps["drafted"].max()) + 1)
+        kept = {g: (steps["emitted"] - 1).clip(upper=g).groupby(steps["output"]).sum() for g in gammas}
+        emitted = {g: count + kept[g].reindex(answers.index).fillna(0.0) for g in gammas}
+        tokens = {g: _per_step(emitted[g], count, answers["prompt"]) for g in gammas}
+        plain = not (summary.row(row.config.baseline).answers["drafted"] > 0).any()
+        time = tokens[gammas[-1]].value / row.speedup.value if plain and row.measured else math.nan
+        found += [
+            SimpleNamespace(
+                config=row.config, gamma=g, tokens_per_step=tokens[g],
+                speedup=tokens[g].value / (1.0 + (time - 1.0) * g / gammas[-1]),
+            )
+            for g in gammas
+        ]  # fmt: skip
+    return found
+
+
+def schedule(rows: list[SimpleNamespace]) -> dict[str, list[list[int]]]:
+    """Return the fastest γ of ``shorter`` by batch size, 0 where none is faster than plain decoding, for each server
+    with several sizes: from, to, γ, as vLLM's ``num_speculative_tokens_per_batch_size``.
+    """
+    best: dict[str, dict[int, tuple[float, int]]] = {}
+    for row in rows:
+        sizes, size = best.setdefault(row.config.drafter, {}), row.config.condition.batch or 1
+        if not math.isnan(row.speedup):
+            sizes[size] = max(sizes.get(size, (1.0, 0)), (row.speedup, row.gamma))
+    return {
+        server: [[low + 1, high, sizes[high][1]] for low, high in pairwise([0, *sorted(sizes)])]
+        for server, sizes in best.items()
+        if len(sizes) > 1
+    }

@@ -76,23 +76,28 @@ class Line(Record):
 
 
 class StepLists(Record):
-    """The steps of a generation, lists with an element per step. Times are rounded to the nanosecond."""
+    """The steps of a generation, lists with an element per step. Times are rounded to the nanosecond.
+
+    Of a server only ``drafted``, ``tested``, ``accepted``, ``emitted`` and ``nodes`` are known; other lists are empty.
+    """
 
     drafted: Annotated[list[Small], doc("tokens; of a tree along its longest branch (docs/metrics.md)")]
     tested: Annotated[list[Small], doc("of them")]
     accepted: Annotated[list[Small], doc("of them")]
     emitted: Annotated[list[Small], doc("tokens")]
-    draft_s: list[Figure]
-    draft_prefill_s: Annotated[list[Figure], doc("within `draft_s`")]
-    verify_s: list[Figure]
-    accept_s: list[Figure]
-    rollback_s: list[Figure]
-    other_s: list[Figure]
+    draft_s: list[Figure] = []
+    draft_prefill_s: Annotated[list[Figure], doc("within `draft_s`")] = []
+    verify_s: list[Figure] = []
+    accept_s: list[Figure] = []
+    rollback_s: list[Figure] = []
+    other_s: list[Figure] = []
     nodes: Annotated[list[Small], doc("tokens drafted, in a tree all nodes")]
-    passes: Annotated[list[Small], doc("forward passes of the drafter's model")]
-    forced: Annotated[list[Small], doc("accepted draft tokens that the output's format forced")]
-    mask_s: Annotated[list[Figure], doc("the time for masks, within `draft_s` and `accept_s`")]
-    expected_acceptance: Annotated[list[list[Figure]], doc("for each step a list over its tested positions")]
+    passes: Annotated[list[Small], doc("forward passes of the drafter's model")] = []
+    forced: Annotated[list[Small], doc("accepted draft tokens that the output's format forced")] = []
+    mask_s: Annotated[list[Figure], doc("the time for masks, within `draft_s` and `accept_s`")] = []
+    expected_acceptance: Annotated[
+        list[list[Figure]], doc("for each step a list over its tested positions")
+    ] = []
     closing: Annotated[
         list[str | None],
         doc('`"bonus"`, `"corrected"`, `"target"`, or `null` if the output stopped among accepted tokens'),
@@ -118,13 +123,14 @@ class StepLists(Record):
 
     def __post_init__(self) -> None:
         count = len(self.drafted)
-        optional = (self.closing, self.parents, self.experts, self.experts_one)
-        lists = [getattr(self, name) for name in (*STEP_FIGURES, "expected_acceptance")]
-        lists += [*filter(None, optional), *self.policy.values()]
+        needed = [self.tested, self.accepted, self.emitted, self.nodes, *self.policy.values()]
+        optional = (*STEP_FIGURES, "expected_acceptance", "closing", "parents", "experts", "experts_one")
+        given = filter(None, (getattr(self, name) for name in optional))
+        expected = self.expected_acceptance
         if (
-            any(len(each) != count for each in lists)
+            any(len(each) != count for each in (*needed, *given))
             or bool(self.experts) != bool(self.experts_one)
-            or sum(map(len, self.expected_acceptance)) != sum(self.tested)
+            or (expected and sum(map(len, expected)) != sum(self.tested))
             or any(parent > node for each in self.parents for node, parent in enumerate(each))
         ):
             raise ValueError("the lists of steps do not fit together")
@@ -156,6 +162,25 @@ class StepLists(Record):
             parents=[[node + 1 for node in step.parents or ()] for step in trees],
             experts=[each.total for each in read],
             experts_one=[round(each.one, 3) for each in read],
+        )
+
+    @classmethod
+    def reported(cls, steps: Sequence[tuple[int, int]], tokens: int) -> StepLists:
+        """Make the steps that a server reports for an output of so many tokens; none if they give more.
+
+        Args:
+            steps: Drafted and accepted tokens of each. Steps that drafted nothing may be left out.
+            tokens: The first is the prefill's. Accepted tokens of the last step can lie behind the end.
+        """
+        emitted, left = [], max(0, tokens - 1)
+        for _, accepted in steps:
+            emitted.append(min(accepted + 1, left))
+            left -= emitted[-1]
+        steps = [] if 0 in emitted else steps
+        drafted, kept = [step[0] for step in steps], [step[1] for step in steps]
+        tested = [min(accepted + 1, count) for count, accepted in steps]
+        return cls(
+            drafted=drafted, tested=tested, accepted=kept, emitted=emitted[: len(steps)], nodes=drafted
         )
 
 
@@ -228,7 +253,7 @@ class MeasuredOutput(Record):
             " probability under the target"
         ),
     ] = None
-    steps: Annotated[StepLists, doc("empty for `transformers`, `beam`, `assisted` and servers")]
+    steps: Annotated[StepLists, doc("empty for `transformers`, `beam`, `assisted` and most servers")]
     server: Annotated[ServerAnswer | None, doc("what a server reports about its answer")] = None
 
     @property
@@ -239,7 +264,12 @@ class MeasuredOutput(Record):
 
     @classmethod
     def of(
-        cls, tokens: Sequence[int], ttft_s: float, decode_s: float, steps: Sequence[Step] = (), **fields: Any
+        cls,
+        tokens: Sequence[int],
+        ttft_s: float,
+        decode_s: float,
+        steps: Sequence[Step] | StepLists = (),
+        **fields: Any,
     ) -> Self:
         """Return an output of its tokens, with other fields; all times are rounded to the nanosecond."""
         made = {
@@ -251,7 +281,8 @@ class MeasuredOutput(Record):
         }
         made["total_s"] = ttft_s + decode_s
         times = {name: round(value, 9) for name, value in made.items() if isinstance(value, float)}
-        return cls(token_ids=list(tokens), steps=StepLists.of(steps), **{**made, **times})
+        lists = steps if isinstance(steps, StepLists) else StepLists.of(steps)
+        return cls(token_ids=list(tokens), steps=lists, **{**made, **times})
 
 
 class Generation(MeasuredOutput):

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, overload
 
 import pandas as pd
+from msgspec import structs
 
 from specbench.base.record import BASELINE, NO_FIGURE, Estimate, ratio
 from specbench.decoding.records import PARTS
@@ -171,6 +172,13 @@ class Figures:
         return self.config.kind == "server"
 
     @property
+    def reports_steps(self) -> bool:
+        """Whether its steps with a draft are known: of a server, from all of its answers with drafts."""
+        drafting = self.answers.index[self.answers["drafted"] > 0]
+        known = self.steps["output"]
+        return not self.is_server or (not known.empty and bool(drafting.isin(known).all()))
+
+    @property
     def measured(self) -> bool:
         """Whether a speedup over another row was measured."""
         return not self.is_baseline and not math.isnan(self.speedup.value)
@@ -304,7 +312,8 @@ class Figures:
 
     def counts(self, name: str) -> tuple[pd.DataFrame, str, str]:
         """Return the steps, or the answers of a server, with the columns whose sums make one of ``RATES``."""
-        if not self.is_server:
+        by_step = self.answers.empty or name == "acceptance_tested"
+        if not self.is_server or (by_step and name != "alpha" and self.reports_steps):
             return self.steps.assign(steps=1.0), *RATES[name]
         if name == "tokens_per_step":
             return self.answers[self.answers["reported_steps"] > 0], "emitted_in_steps", "reported_steps"
@@ -336,6 +345,23 @@ class Figures:
         """Accepted over tested tokens."""
         return self._rate("acceptance_tested", most=1.0)
 
+    @metric("kept/draft", rank=18, interval=True)
+    def accepted_per_draft(self) -> Estimate:
+        """Accepted tokens per draft: the accepted length without the bonus token, as TensorRT-LLM counts it."""
+        if not self.is_server:
+            drafts = self.steps[self.steps["drafted"] > 0].assign(drafts=1.0)
+            return _pooled(drafts, "accepted", "drafts", "prompt")
+        answers, groups = (rows[rows["drafts"] > 0] for rows in (self.answers, self.groups))
+        rows, unit = (groups, "group") if answers.empty else (answers, "prompt")
+        return _pooled(rows, "accepted", "drafts", unit)
+
+    @metric("tokens/draft", rank=18, interval=True)
+    def tokens_per_draft(self) -> Estimate:
+        """The same with the bonus token, as vLLM, SGLang and SPEED-Bench count it; no step without a draft counts."""
+        one = self.accepted_per_draft
+        low, high = (None if end is None else end + 1.0 for end in (one.low, one.high))
+        return structs.replace(one, value=one.value + 1.0, low=low, high=high)
+
     @metric("α", rank=6, interval=True)
     def alpha(self) -> Estimate:
         """Mean expected acceptance of tested tokens."""
@@ -360,12 +386,16 @@ class Figures:
     @metric("mean γ", rank=12)
     def mean_gamma(self) -> float:
         """Tokens drafted per step."""
+        if self.is_server:  # its steps without a draft may be missing
+            counted = self.answers[(self.answers["drafted"] > 0) & (self.answers["reported_steps"] > 0)]
+            return ratio(counted["drafted"].sum(), counted["reported_steps"].sum())
         return float(self.steps["drafted"].mean()) if self.steps["drafted"].any() else math.nan
 
     @metric("nodes", rank=12)
     def mean_nodes(self) -> float:
         """Nodes drafted per step."""
-        return float(self.steps["nodes"].mean()) if self.steps["drafted"].any() else math.nan
+        own = self.steps[:0] if self.is_server else self.steps
+        return float(own["nodes"].mean()) if own["drafted"].any() else math.nan
 
     @metric("c", rank=17)
     def c(self) -> float:
@@ -385,7 +415,7 @@ class Figures:
     @metric("ms/token", rank=17)
     def ms_per_token(self) -> float:
         """Time of the steps per emitted token."""
-        return 1000.0 * ratio(self.steps["total_s"].sum(), self.steps["emitted"].sum())
+        return 1000.0 * ratio(self.steps["total_s"].sum(min_count=1), self.steps["emitted"].sum())
 
     def _share(self, name: str) -> float:
         return ratio(self.steps[name].sum(), self.steps["total_s"].sum())

@@ -112,6 +112,17 @@ class Results:
         return self.generations[self.generations["status"] == "ok"]
 
     @cached_property
+    def placed_steps(self) -> pd.DataFrame:
+        """The steps, with ``place``, how many tokens of their output come before. Those of servers that leave out steps
+        without a draft have no known place, and are missing.
+        """
+        steps, outputs = self.steps, self.generations
+        emitted = steps.groupby("output")["emitted"]
+        first = steps["output"].map(outputs["first_tokens"])
+        whole = emitted.transform("sum") == steps["output"].map(outputs["new_tokens"]) - first
+        return steps.assign(place=emitted.cumsum() - steps["emitted"] + first)[whole]
+
+    @cached_property
     def disturbance(self) -> str:
         """Why verdicts are provisional, if other programs used the machine most of the time; otherwise empty."""
         warnings = self.generations["warnings"]
@@ -251,8 +262,9 @@ def _reported_steps(output: Generation | RequestLine, server: ServerAnswer) -> J
     tokens give the number of steps. If a server does not report acceptance, each burst of its answer counts as a step.
     """
     if server.accepted is not None:
-        emitted, source = output.new_tokens - 1, "server"
-        steps = emitted - server.accepted
+        emitted, source, known = output.new_tokens - 1, "server", output.steps.emitted
+        # A step's own count leaves out accepted tokens behind the end.
+        steps = emitted - (sum(known) - len(known) if known else server.accepted)
     else:
         emitted, source = output.new_tokens - output.first_tokens, "bursts"
         steps = server.bursts - 1
@@ -276,7 +288,10 @@ def step_frame(steps: Mapping[int, StepLists], generations: pd.DataFrame) -> pd.
     counts = [len(each.drafted) for each in lists]
     columns: dict[str, Any] = {
         name: np.fromiter(
-            chain.from_iterable(getattr(each, name) for each in lists), np.int64 if kind is int else float
+            chain.from_iterable(
+                getattr(each, name) or [0 if kind is int else math.nan] * len(each.drafted) for each in lists
+            ),
+            np.int64 if kind is int else float,
         )
         for name, kind in STEP_FIGURES.items()
     }
@@ -284,10 +299,10 @@ def step_frame(steps: Mapping[int, StepLists], generations: pd.DataFrame) -> pd.
         values = (getattr(each, name) or [None] * len(each.drafted) for each in lists)
         columns[name] = pd.Series([*chain.from_iterable(values)], dtype=object)
     columns["policy"] = pd.Series([*chain.from_iterable(map(_notes, lists))], dtype=object)
-    by_step = chain.from_iterable(each.expected_acceptance for each in lists)
-    sums = np.concatenate(([0.0], np.cumsum(np.fromiter(chain.from_iterable(by_step), float))))
-    ends = np.cumsum(columns["tested"])
-    columns["alpha_sum"] = sums[ends] - sums[ends - columns["tested"]]
+    by_step = chain.from_iterable(
+        each.expected_acceptance or [[math.nan]] * len(each.drafted) for each in lists
+    )
+    columns["alpha_sum"] = np.fromiter(map(sum, by_step), float)
     columns["total_s"] = np.asarray(sum(columns[f"{part}_s"] for part in PARTS))
     columns["output"] = np.repeat(outputs, counts)
     columns["config"] = np.repeat(generations["config"].to_numpy()[outputs], counts)

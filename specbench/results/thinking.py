@@ -1,7 +1,7 @@
 """Thinking and answers apart: what each configuration gains inside the thinking, and after it.
 
-A step belongs to the thinking if its first token does. Of a server, the parts are the tokens before and after the last
-piece of thinking arrived, and its drafts are not known by part.
+A step belongs to the thinking if its first token does. Of a server that reports no steps, the parts are the tokens
+before and after the last piece of thinking arrived, and its drafts are not known by part.
 """
 
 from __future__ import annotations
@@ -45,14 +45,11 @@ def part_rows(results: Results) -> list[SimpleNamespace]:
 
 def _only(results: Results, part: str) -> Results:
     """Return the outputs with thinking as if they had one part of them only."""
-    rows, steps = results.done[results.done["thinking_tokens"] > 0], results.steps
+    rows, steps = results.done[results.done["thinking_tokens"] > 0], results.placed_steps
     steps = steps[steps["output"].isin(rows.index)]
     output, emitted = steps["output"], steps["emitted"]
-    start = emitted.groupby(output).cumsum() - emitted + output.map(rows["first_tokens"])
-    inside = start < output.map(rows["thinking_tokens"])
-    after_first = (rows["new_tokens"] - rows["first_tokens"]).clip(
-        lower=0
-    )  # those of servers, which have no steps
+    inside = steps["place"] < output.map(rows["thinking_tokens"])
+    after_first = (rows["new_tokens"] - rows["first_tokens"]).clip(lower=0)  # of servers without steps
     whole = emitted.groupby(output).sum().reindex(rows.index).fillna(after_first)
     thought = (rows["thinking_tokens"] - rows["first_tokens"]).clip(0, after_first)
     thought = emitted.where(inside, 0).groupby(output).sum().reindex(rows.index).fillna(thought)

@@ -69,6 +69,7 @@ class StreamedAnswer:
         ended_s: When the finish reason arrived, in seconds since the request was sent.
         prompt_tokens, used_tokens: Tokens of the prompt and of the output, according to ``usage``.
         steps_by_kept: Numbers of steps with a draft of which 0, 1, 2, ... tokens were accepted.
+        steps: Drafted and accepted tokens of each step with a draft, in their order; empty if not reported.
         calls: Whether it calls a tool, which is not in its text.
     """
 
@@ -81,6 +82,7 @@ class StreamedAnswer:
     drafted: int | None = None
     accepted: int | None = None
     steps_by_kept: tuple[int, ...] | None = None
+    steps: tuple[tuple[int, int], ...] = ()
     calls: bool = False
 
     @property
@@ -365,7 +367,7 @@ class ServerClient:
                 message = self._message(body)
                 raise ServerError(f"The server {self.name} failed in the middle of its answer: {message}.")
             choice = choice_of(body)
-            text, ids = text_of(choice), _ids_of(choice)
+            text, ids = text_of(choice), _counts(choice.get("token_ids"))
             if text or ids:
                 pieces.append(Chunk(at_s, text, ids, bool(_reasoning_of(choice))))
             # Some servers write "" for an answer that goes on, or behind the end.
@@ -402,10 +404,8 @@ class ServerClient:
         try:
             yield
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, httpx2.SSEError) as error:
-            reason, unreached = (
-                excerpt(error).rstrip("."),
-                isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout),
-            )
+            reason = excerpt(error).rstrip(".")
+            unreached = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
             what = "cannot be reached" if unreached else "gave no complete answer"
             raise ServerError(
                 f"The server {self.name} {what}: {reason or type(error).__name__}.", retry=unreached
@@ -453,11 +453,11 @@ def _said(choice: Mapping[str, Any]) -> Mapping[str, Any]:
     return _inner(choice, "delta") or _inner(choice, "message")
 
 
-def _ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
-    ids = choice.get("token_ids")
-    if not isinstance(ids, list) or any(type(token) is not int or token < 0 for token in ids):
+def _counts(value: object) -> tuple[int, ...] | None:
+    """Return a list of integers from 0; ``None`` if it is anything else."""
+    if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
         return None
-    return tuple(ids)
+    return tuple(value)
 
 
 def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
@@ -496,14 +496,18 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
     counts: Json = {name: value for name, value in found.items() if type(value) is int and value >= 0}
     if _said(choice).get("tool_calls"):
         counts["calls"] = True
+    by_step = [_counts(metrics.get(f"per_step_{name}")) or () for name in ("drafted", "accepted")]
+    if len({*map(len, by_step)}) == 1 and all(
+        kept <= drafted for drafted, kept in zip(*by_step, strict=True)
+    ):
+        counts["steps"] = tuple(zip(*by_step, strict=True))
     histograms = (
         metrics.get("acceptance_histogram"),
         meta.get("spec_correct_drafts_histogram"),
         meta.get("spec_accept_histogram"),
     )
-    steps = next((each for each in histograms if isinstance(each, list) and each), [])
-    if steps and all(type(count) is int and count >= 0 for count in steps):
-        counts["steps_by_kept"] = tuple(steps)
+    if steps := _counts(next((each for each in histograms if each), None)):
+        counts["steps_by_kept"] = steps
     return counts
 
 

@@ -11,7 +11,7 @@ from specbench.base.record import BASELINE, Estimate
 from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
 from specbench.results import stats
-from specbench.results.acceptance import positions
+from specbench.results.acceptance import along, positions, schedule, shorter
 from specbench.results.metrics import METRICS, PERCENTILES, Figures
 from specbench.results.run import OTHER_ANSWERS, PLAIN
 from specbench.results.summary import Summary
@@ -210,7 +210,8 @@ _SUMMARY = (
     Column("verdict_text", "verdict", "text"),
     *_figures("speedup_first warming speedup_total pooled_speedup"),
     _figure("tokens_per_step", mark=lambda row: "~" * (row.step_source == "bursts")),
-    *_figures("acceptance_rate acceptance_tested alpha forced_share corrected_share mean_gamma mean_nodes"),
+    *_figures("acceptance_rate acceptance_tested tokens_per_draft accepted_per_draft alpha forced_share"),
+    *_figures("corrected_share mean_gamma mean_nodes"),
     *_figures("predicted_speedup cached_share ttft_s"),
     *_figures(" ".join(f"share_{part}" for part in PARTS)),
     *_figures("share_masks log_probability peak_memory_bytes identical_share prompts failures"),
@@ -255,6 +256,21 @@ _POSITIONS = (
     Column("rate", "accepted/tested", "share", mark=_bound("rate")),
     Column("rate_of_drafted", "accepted/drafted", "share", mark=_bound("rate_of_drafted")),
     Column("alpha", "α", rank=1),
+)
+_ALONG = (
+    _CONFIGURATION,
+    Column("of", "of", "text"),
+    Column("first", "from", "count"),
+    Column("last", "to", "count"),
+    Column("steps", "steps", "count", 2),
+    Column("tokens_per_step", "tokens/step", "ratio"),
+    Column("rate", "accepted", "share", 1),
+)
+_SHORTER = (
+    _CONFIGURATION,
+    Column("gamma", "γ", "count"),
+    Column("tokens_per_step", "tokens/step", "ratio"),
+    Column("speedup", "speedup"),
 )
 
 # --- Sheets ---------------------------------------------------------------------------------------
@@ -351,14 +367,28 @@ def service_sheets(summary: Summary) -> dict[str, Sheet]:
 
 
 def acceptance_sheets(summary: Summary) -> dict[str, Sheet]:
-    """Return the table of acceptance by position; see ``service_sheets``."""
+    """Return the tables of acceptance: by position, along answers and contexts, with shorter drafts."""
     places = positions(summary)
     least = (
         "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
         " counted as if all did."
     )
+    fewer = shorter(summary)
+    said = [
+        "From the accepted tokens of each step at the measured γ, the last one; longer drafts cannot be predicted from"
+        " them. The time of a step is taken to grow evenly with γ, from plain decoding's.",
+        *(
+            f'{server}: the fastest γ by batch size, "num_speculative_tokens_per_batch_size": {sizes}.'
+            for server, sizes in schedule(fewer).items()
+        ),
+    ]
+    about = "Length of the answer, or of prompt and answer, at the beginning of a step, in tokens."
     return _with_rows(
-        {"Acceptance by position": table(places, _POSITIONS, [least] * any(row.least for row in places))}
+        {
+            "Acceptance by position": table(places, _POSITIONS, [least] * any(row.least for row in places)),
+            "Along answer and context": table(along(summary), _ALONG, [about]),
+            "Predicted with shorter drafts": table(fewer, _SHORTER, said),
+        }
     )
 
 

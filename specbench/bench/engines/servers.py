@@ -27,7 +27,7 @@ from specbench.bench.grid import Salt
 from specbench.bench.serving import BenchRequest, Workload
 from specbench.decoding.thinking import thinking_tokens, unopened_tokens
 from specbench.options import NO_OPTIONS, DecodingOptions, TemplateOptions
-from specbench.results.lines import Generation, Group, RequestLine, ServerAnswer, Speculation
+from specbench.results.lines import Generation, Group, RequestLine, ServerAnswer, Speculation, StepLists
 from specbench.results.run import TargetModel
 from specbench.rows import Row
 from specbench.servers.client import (
@@ -104,15 +104,11 @@ class MeasuredServer:
             drafted, accepted = 0, 0
         if meanwhile is not None and (drafted is None or accepted is None):
             drafted, accepted = meanwhile.drafted, meanwhile.accepted
-        for each in (answer.speculation, meanwhile):
-            if (
-                each is not None
-                and each.accepted_at
-                and (each.drafted, sum(each.accepted_at)) == (drafted, accepted)
-            ):
-                return Speculation(
-                    drafted=drafted, accepted=accepted, drafts=each.drafts, accepted_at=list(each.accepted_at)
-                )
+        for counts in (answer.speculation, meanwhile):
+            if counts is None or not counts.accepted_at:
+                continue
+            if (counts.drafted, sum(counts.accepted_at)) == (drafted, accepted):
+                return Speculation(**asdict(counts))
         return Speculation(drafted=drafted, accepted=accepted)
 
 
@@ -157,11 +153,7 @@ class ServerEngine(BenchEngine):
         self._loop = asyncio.Runner()
         self._clients = {
             spec.name: ServerClient(
-                spec.name,
-                spec.url,
-                key=keys.get(spec.name),
-                transport=transport,
-                clock=clock,
+                spec.name, spec.url, key=keys.get(spec.name), transport=transport, clock=clock
             )
             for spec in specs
         }
@@ -344,20 +336,11 @@ class ServerEngine(BenchEngine):
     def _settings(
         self, server: MeasuredServer, temperature: float, decoding: DecodingOptions, seed: int
     ) -> Json:
-        dialect = server.dialect
-        return {
-            "max_tokens": decoding.max_new_tokens,
-            "temperature": temperature,
-            **({"seed": seed, "top_p": 1.0, **dialect.sampled} if temperature else {}),
-            **({"ignore_eos": True} if decoding.ignore_eos else {}),
-            **dialect.always,
-            **dialect.without_cache(),
-        }
+        settings = server.dialect.settings(decoding.max_new_tokens, temperature, seed)
+        return settings | ({"ignore_eos": True} if decoding.ignore_eos else {})
 
     def _salted(self, config: Row, request: BenchRequest) -> ServerPrompt:
-        """Return the prompt, with a first line that is new to the server
-        if its prompt cache has to be avoided that way.
-        """
+        """Return the prompt; with a first line that is new to the server, if that avoids its prompt cache."""
         prompt: ServerPrompt = request.prompt
         if self.salt == "none":
             return prompt
@@ -401,6 +384,7 @@ class ServerEngine(BenchEngine):
             "finish_reason": answer.finish_reason,
             "ttft_s": ttft_s,
             "decode_s": max(0.0, answer.ended_s - ttft_s),
+            "steps": StepLists.reported(answer.steps, count.tokens),
             "first_tokens": first_tokens,
             "thinking_tokens": thought,
             "thinking_s": None if thought_s is None else max(0.0, thought_s - ttft_s),
@@ -492,7 +476,7 @@ def _names(listed: Iterable[str]) -> str:
 
 def _salt_for(servers: Sequence[MeasuredServer]) -> Salt:
     """Return how to avoid the prompt caches that no field switches off; if possible, with the same prompts for all."""
-    caching = [server for server in servers if server.dialect.caches]
+    caching = [server for server in servers if not server.dialect.known]
     if not caching:
         return "none"
     places = Counter((server.spec.url, server.model) for server in caching)
