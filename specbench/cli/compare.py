@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,8 +25,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A B",
-            help="Two rows as RUN:NAME, by their names in the tables or their ids, or two runs. A folder of several"
-            " runs stands for the newest one.",
+            help="Two rows as RUN:NAME, by their names in the tables or their ids, or two runs; or a run and a YAML"
+            " file of published accepted lengths. A folder of several runs stands for the newest one.",
         ),
     ],
     metric: Annotated[
@@ -51,6 +52,8 @@ def compare(
     if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):
         raise UsageError(f"--fail-below is {fail_below:g}.", "Give a ratio above 0, such as 0.95.")
 
+    if len(sides) == 2 and sides[1].endswith((".yaml", ".yml")):
+        return _beside_published(sides[0], Path(sides[1]), as_json=as_json)
     from specbench.results.compare import to_json
     from specbench.show.compare import comparison_parts
 
@@ -73,6 +76,32 @@ def compare(
 
         slow = "; ".join(f"{row.label}: {ratio_text(row.ratio)}" for row in below)
         raise RunError(f"Ratios with the whole interval below {fail_below:g}: {slow}.")
+
+
+def _beside_published(run: str, file: Path, *, as_json: bool) -> None:
+    from specbench.base.record import to_dict
+    from specbench.cli.named_runs import named_runs
+    from specbench.results.published import beside_published, read_published
+    from specbench.results.results import load_results
+    from specbench.results.summary import Summary
+    from specbench.show.compare import published_parts
+
+    published, (folder,) = read_published(file), named_runs([Path(run)])
+    rows = beside_published(Summary(load_results(folder)), published)
+    if not rows:
+        lengths = ", ".join(map(str, sorted({gamma for _, gamma in published.lengths})))
+        raise UsageError(
+            f"No row of {folder.name} has counts of drafts at a published draft length.",
+            f"{file.name} has γ {lengths}.",
+        )
+    if as_json:
+        cells = [
+            {**vars(row), "config": row.config.id, "tokens_per_draft": to_dict(row.tokens_per_draft)}
+            for row in rows
+        ]
+        write_json({"model": published.model, "header": published.header, "rows": cells})
+    else:
+        write_parts(*published_parts(folder.resolve().name, rows, published, file))
 
 
 def _comparison(sides: list[str], metric: str | None) -> Compared:

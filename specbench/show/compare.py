@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from specbench.results.metrics import METRICS
-from specbench.show.document import Heading, Paragraph, Part, Sheet
+from specbench.show.document import Heading, Items, Paragraph, Part, Sheet
 from specbench.show.tables import Column, table
 
 if TYPE_CHECKING:
+    from types import SimpleNamespace
+
     from specbench.results.compare import Compared, ComparedRow
+    from specbench.results.published import Published
 
 
 _FEW = 4
@@ -34,6 +38,24 @@ def comparison_parts(compared: Compared) -> Iterator[Part]:
             yield Heading(f"{row.label}, by category")
             yield _sheet(compared, mine[1:], "category")
     yield from (Paragraph(note, "dim") for note in compared.notes)
+
+
+def published_parts(
+    run: str, rows: Sequence[SimpleNamespace], published: Published, file: Path
+) -> Iterator[Part]:
+    """Yield a run beside published accepted lengths."""
+    yield from (Paragraph(f"A  {run}"), Paragraph(f"B  {published.model}, {file.name}"))
+    columns = (
+        Column("config.label", "configuration", "text"),
+        Column("gamma", "γ", "count"),
+        Column("thinking", "B thinks", "text", 1),
+        Column("tokens_per_draft", "A tokens/draft", "ratio"),
+        Column("published", "B"),
+        Column("verdict", "A is", "text"),
+    )
+    same = "Lengths can be compared only with the prompts, sampling and length of output of B, which its header says:"
+    yield table(rows, columns, ["Tokens per draft count the bonus token, and no step without a draft."])
+    yield Items(list(published.header), same)
 
 
 def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label", "category"]) -> Sheet:
