@@ -246,17 +246,12 @@ def test_requests_side_by_side_go_by_the_mean_accepted_length():
     assert 1 <= found.gamma <= 8
 
 
-def test_folders_of_a_run_are_named_as_they_are_given(cli, tmp_path):
+def test_folders_of_a_run_are_left_to_be_named(cli, tmp_path):
     write_run(tmp_path / "run", drafters=(Drafter("small (int8)", 0.8, 0.2),), gammas=(2,), target="big")
-    target, drafter = "/models/a b/big", "/models/small"
-    for name, engine in ENGINES.items():
-        if not engine.supports(parse_drafter("org/small")) or name == "llama.cpp":
-            continue
-        assert "/path/to/big" in cli("export", tmp_path / "run", "--to", name).out
-        text = cli("export", tmp_path / "run", "--to", name, "--model", target, "--model", drafter).out
-        assert (target in text, drafter in text, "/path/to" in text) == (True, True, False)
-    refused = cli("export", tmp_path / "run", "--to", "vllm", "--model", "/models/other")
-    refused.refused(2, "has no model folder or file '/models/other'", "It has big, small.")
+    for name in ENGINES:
+        text = cli("export", tmp_path / "run", "--to", name).out
+        places = ("big.gguf", "small.gguf") if name == "llama.cpp" else ("/path/to/big", "/path/to/small")
+        assert all(place in text for place in places)
 
 
 def ranked_run(folder: Path, **options: Any) -> Path:

@@ -21,8 +21,6 @@ from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import default_policy, parse_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.export.engine import Export, ExportEngine
     from specbench.export.setting import Setting
 
@@ -39,12 +37,6 @@ def export(
         ),
     ],
     to: Annotated[EngineName, _option("--to ENGINE", f"Engine: {', '.join(ENGINES)}.")],
-    model: Annotated[
-        list[str] | None,
-        _option(
-            "--model PATH", "Folder or file of a model that the run names without its path. Can be repeated."
-        ),
-    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Export the fastest setting your engine supports, as its own command line, with notes on what it cannot express.
@@ -56,7 +48,7 @@ def export(
     from specbench.export.registry import load_engine
 
     engine = load_engine(to)
-    found, made, name = _exported(engine, *split_row(source), model or [])
+    found, made, name = _exported(engine, *split_row(source))
     if json_output:
         write_json(as_json(engine, found, made, name))
     else:
@@ -65,12 +57,7 @@ def export(
             say(f"{engine.title} does not have {found.instead_of}. Exported: {found.measured}.")
 
 
-def _exported(
-    engine: ExportEngine,
-    source: Path,
-    wanted: str | None,
-    paths: Sequence[str],
-) -> tuple[Setting, Export, str]:
+def _exported(engine: ExportEngine, source: Path, wanted: str | None) -> tuple[Setting, Export, str]:
     """Return the setting, its export, and the name of its source."""
     from specbench.config import PROVISIONAL, read_config
     from specbench.export.output import export_fastest
@@ -79,8 +66,6 @@ def _exported(
     if source.suffix == ".toml":
         if wanted is not None:
             raise UsageError("A configuration file holds one setting.", f"Leave :{wanted} out.")
-        if paths:
-            raise UsageError("A configuration file names its models itself.", "Leave --model out.")
         config = read_config(source)
         if config.provisional:
             say(f"{source.name} {PROVISIONAL}")
@@ -99,7 +84,7 @@ def _exported(
     (folder,) = named_runs([source], [wanted] if wanted else [])[:1]
     name = folder.resolve().name
     results = load_results(folder)
-    settings = RunSettings(results, name, paths)
+    settings = RunSettings(results, name)
     if wanted is not None:
         setting = engine.nearest(settings.get(wanted))
         return setting, engine.export(setting), name

@@ -131,7 +131,8 @@ def tune_models(
     lines = [f"Decode:  {command}"] if (command := job.command()) else []
     facts: Json = {"configuration": str(search.out) if written else None}
     if job.search.race.verdict == "faster":
-        facts["export"] = job.export_command(search.for_engine or "vllm")
+        words = ("specbench", "export", str(job.folder), "--to", search.for_engine or "vllm")
+        facts["export"] = shlex.join(words)
         other = "" if search.for_engine else "  (or another engine)"
         lines.append(f"Deploy:  specbench serve, or {facts['export']}{other}")
     provisional = " (provisional)" if job.answer.provisional else ""
@@ -266,18 +267,6 @@ class TuneJob(RunJob):
 
         (answer,) = find_answers(self.summary, self.recipes)
         return answer.command
-
-    def export_command(self, engine: str) -> str:
-        """Return the command that exports the fastest setting that an engine supports."""
-        words = ["specbench", "export", str(self.folder), "--to", engine]
-        models = {
-            model
-            for recipe in self.recipes.values()
-            for model in (recipe.target, *(each.model for each in recipe.drafter.models))
-        }
-        for source in sorted(each.source for each in models if each.kind in ("folder", "gguf")):
-            words += ["--model", source]
-        return shlex.join(words)
 
     def write_configuration(self) -> bool:
         """Write the configuration file; return whether the answer can be expressed in one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,19 +164,12 @@ def setting_of(recipe: Recipe, fixed_gamma: int | None = None) -> Setting:
 class RunSettings:
     """The settings of a run, which is called ``name`` in messages.
 
-    Args:
-        results: The run.
-        name: Its name.
-        paths: Where folders and files of its models are now; their last names are those in the run.
-
     Raises:
-        UsageError: The run is one of servers, or has no model with one of these names.
+        UsageError: The run is one of servers.
     """
 
-    def __init__(self, results: Results, name: str = "the run", paths: Sequence[str] = ()) -> None:
-        self._results, self._name, self._run = results, name, results.run
-        self._paths = {Path(path).name: path for path in paths}
-        self._check_paths()
+    def __init__(self, results: Results, name: str = "the run") -> None:
+        self._name, self._run = name, results.run
         summary = Summary(results)
         self._rows = summary.rows
         self._winners = {row.config.id for row in self._rows if not row.provisional} & summary.winners
@@ -185,19 +177,6 @@ class RunSettings:
             raise UsageError(
                 f"The run {name} measured servers, whose settings are unknown.", "Name a run of models."
             )
-
-    def _check_paths(self) -> None:
-        recipes = [row.recipe for row in self._run.configs if row.recipe is not None]
-        models = [
-            model for each in recipes for model in (each.target, *(own.model for own in each.drafter.models))
-        ]
-        local = list(dict.fromkeys(one_line(each.name) for each in models if each.kind in ("folder", "gguf")))
-        for name, path in self._paths.items():
-            if name not in local:
-                known = f"It has {', '.join(local)}." if local else "Its models are not folders or files."
-                raise UsageError(
-                    f"The run {self._name} has no model folder or file {one_line(path)!r}.", known
-                )
 
     def all(self) -> list[Setting]:
         """Return the settings at the first temperature, as `specbench tune` ranked them, else the fastest first.
@@ -272,7 +251,7 @@ class RunSettings:
                 )
         sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
         best = config.id in self._winners
-        recipe = config.recipe.with_models(self._placed)
+        recipe = config.recipe
         dtype: Any = self._run.target.dtype or "auto"
         of_target = any(isinstance(model, Mtp) for model in recipe.drafter.models)
         return Setting(
@@ -284,7 +263,3 @@ class RunSettings:
             fixed=fixed,
             head=None if of_target else self._run.heads.get(config.drafter),
         )
-
-    def _placed(self, model: ModelSpec) -> ModelSpec:
-        """Return a model with its path, where that is given."""
-        return replace(model, source=self._paths.get(model.name, model.source))

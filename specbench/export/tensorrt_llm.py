@@ -59,7 +59,7 @@ class TensorRTLLM(engine.ExportEngine):
             "speculative_config": speculative,
         }
         export.text = (
-            f"cat > {_FILE} <<'YAML'\n{_yaml(export.options)}YAML\n"
+            f"cat > {_FILE} <<'YAML'\n{json.dumps(export.options, indent=2)}\nYAML\n"  # JSON is YAML
             f"trtllm-serve {shlex.quote(location(setting.target))} --config {_FILE}\n"
         )
         export.differs += [
@@ -71,14 +71,3 @@ class TensorRTLLM(engine.ExportEngine):
             "The server's log names the speculative configuration at its start. Then compare the time of an answer with"
             " and without --config at batch size 1."
         )
-
-
-def _yaml(values: Json, indent: str = "") -> str:
-    """Return mappings of text, numbers and booleans as YAML; JSON's notation of these is YAML's."""
-    lines = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            lines.append(f"{indent}{name}:\n{_yaml(value, indent + '  ')}")
-        else:
-            lines.append(f"{indent}{name}: {json.dumps(value)}\n")
-    return "".join(lines)
