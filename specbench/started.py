@@ -68,7 +68,7 @@ def engine_drafters(
         if model is None:
             found += [] if spec.is_plain else [EngineDrafter(spec)]
             continue
-        from specbench.models.heads import find_head
+        from specbench.models.head_files import find_head
 
         files = find_head(model) if model.kind != "folder" or Path(model.source).is_dir() else None
         head = None if files is None else files.training

@@ -26,7 +26,7 @@ from specbench.export.setting import Setting
 from specbench.generate import Generation, GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import check_drafter, load_drafter
-from specbench.models.heads import find_head
+from specbench.models.head_files import find_head
 from specbench.models.load import load_config
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions

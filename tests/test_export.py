@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.base.errors import UsageError
 from specbench.export import registry
-from specbench.export.engine import HEAD_KINDS
+from specbench.export.engine import HEAD_TITLES
 from specbench.export.output import as_file, as_json, export_fastest
 from specbench.export.setting import RunSettings, Setting
 from specbench.models.training_metadata import TrainingMetadata
@@ -302,7 +302,7 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("kind", [*HEAD_KINDS, "new"])
+@pytest.mark.parametrize("kind", [*HEAD_TITLES, "new"])
 def test_every_engine_loads_a_kind_of_head_or_says_why_not(name, kind):
     engine, known = ENGINES[name], KNOWN[name]
     here, support = setting("org/head", head=TrainingMetadata(kind=kind)), engine.heads.get(kind)

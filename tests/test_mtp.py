@@ -26,7 +26,8 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import GenerationRun
 from specbench.models.default import default_drafter
 from specbench.models.drafters import check_drafter, load_drafter
-from specbench.models.heads import find_head, load_head
+from specbench.models.head_files import find_head
+from specbench.models.heads import load_head
 from specbench.models.heads.mtp import checkpoint_files
 from specbench.models.mtp_layouts import find_mtp_tensors
 from specbench.models.target import Target, load_target, wrap_target

@@ -28,7 +28,7 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ParallelDrafter
-from specbench.models.heads import find_head
+from specbench.models.head_files import find_head
 from specbench.models.target import Target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.export.setting import Setting, is_found, location, refuse_adapter
+from specbench.models.head_files import HEAD_KINDS
 from specbench.recipe import Recipe
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS, ModelSpec
@@ -19,20 +20,8 @@ from specbench.specs.policies import Fixed
 if TYPE_CHECKING:
     from specbench.models.training_metadata import TrainingMetadata
 
-HEAD_KINDS: Mapping[str, str] = {
-    "eagle": "EAGLE-3",
-    "eagle3": "EAGLE-3",
-    "peagle": "P-EAGLE",
-    "eagle-1": "EAGLE-1",
-    "dflash": "DFlash",
-    "dflash2": "DFlash 2",
-    "dspark": "DSpark",
-    "medusa": "Medusa",
-    "mtp": "MTP",
-    "pard": "PARD",
-    "assistant": "Gemma 4 assistant",
-}
-"""Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""
+HEAD_TITLES = {"eagle": "EAGLE-3"} | {kind: facts.title for kind, facts in HEAD_KINDS.items()}
+"""Names of the kinds of heads that results store; ``eagle`` is EAGLE-3 from ``specbench train``."""
 
 GREEDY_DRAFTS = (
     "Above temperature 0 the draft is the drafter's top token, accepted with the target's probability of it. specbench"
@@ -120,7 +109,7 @@ class ExportEngine(ABC):
         export = Export(needs=[*_model_needs(setting)], missing=[*self._missing(setting)])
         self.fill(setting, export)
         if head is not None and setting.head is not None:
-            name = HEAD_KINDS[setting.head.kind]
+            name = HEAD_TITLES[setting.head.kind]
             authors = (
                 f"The head in the format of the authors of {name}; the `speculators` format is not read."
             )
@@ -147,7 +136,7 @@ class ExportEngine(ABC):
     def describe_drafters(self) -> str:
         """Return the supported drafters, separated by commas."""
         names = {SmallModel: "a model", Cascade: "lookup+MODEL", SelfForm: "self:layers=N"}
-        heads = [HEAD_KINDS[kind] for kind in self.heads]
+        heads = [HEAD_TITLES[kind] for kind in self.heads]
         found = [names.get(kind, kind.word) for kind in self.drafters]
         return ", ".join([*found, f"heads ({', '.join(dict.fromkeys(heads))})"] if heads else found)
 
@@ -163,7 +152,7 @@ class ExportEngine(ABC):
         support = self.heads.get(kind)
         if support is None or (form == "speculators" and not support.speculators):
             form = " in the `speculators` format" if support is not None or kind == "eagle" else ""
-            name = HEAD_KINDS.get(kind, kind)
+            name = HEAD_TITLES.get(kind, kind)
             raise _refusal(
                 f"{self.title} {self.version} cannot load the head in {setting.drafter}: no {name} heads{form}.",
                 served=True,

@@ -148,7 +148,7 @@ def setting_of(recipe: Recipe, fixed_gamma: int | None = None) -> Setting:
             f"Other engines need a fixed γ, which the draft policy {policy} does not have.",
             "Name the policy fixed:gamma=N, or export the measured run.",
         )
-    from specbench.models.heads import find_head
+    from specbench.models.head_files import find_head
 
     model = recipe.drafter.model_spec
     files = None if model is None else find_head(model)

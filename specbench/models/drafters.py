@@ -33,7 +33,8 @@ from specbench.drafters.translate import TranslatingDrafter
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options, resolve_device
 from specbench.models.files import read_headers
-from specbench.models.heads import TrainedHead, find_head, load_head, model_drafter
+from specbench.models.head_files import HEAD_KINDS, find_head
+from specbench.models.heads import FORMATS, TrainedHead, check_head, load_head, model_drafter
 from specbench.models.heads.mtp import checkpoint_files
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, dtype_name, load_config, load_model, resolve_dtype
@@ -70,7 +71,7 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
             if target.kind == "folder":  # others may have to be fetched first
                 checkpoint_files(Path(target.source), load_config(target), target.name)
         elif isinstance(form, SmallModel) and (head := find_head(form.model, progress)) is not None:
-            head.check(load_config(target, progress=progress), target.name)
+            check_head(head, load_config(target, progress=progress), target.name)
 
 
 # -- from specs to drafters ------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class DrafterLoader:
                 f"The target {target.name} was not loaded from a folder, where MTP layers would be.",
                 "Load it with load_target.",
             )
-        if head is not None and head.format.model_drafter is None:
+        if head is not None and not HEAD_KINDS[head.kind].whole:
             layers = text_config(config).num_hidden_layers
             self.loaded[spec] = load_head(head, layers, allow_pickle=pickle)
             return self.loaded[spec]
@@ -298,12 +299,12 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
         UsageError: The head was trained for another target, its file does not match its configuration, another device
             is requested, or the target gives no hidden states.
     """
-    options, files, form = options or LoadOptions(), head.files, head.files.format
+    options, files, form = options or LoadOptions(), head.files, FORMATS[head.files.kind]
     if options.device != "auto":
         what = f"The head {head.name} always runs on its target's device."
         raise UsageError(what, "Leave the drafter's device out.")
     model, scorer = cast("Any", target.language_model.model), target.scorer
-    files.check(model.config, target.name)
+    check_head(files, model.config, target.name)
     if not options.any_target:
         hint = "Use it with its own target, or add the option any-target: --drafter HEAD:any-target."
         files.check_weights(target.language_model.identity, target.name, hint)
@@ -311,7 +312,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     assert form.scorer is not None
     module = form.module(head, model.config, partial(_head_of, target))
     dtype, name = _transform_head(module, target, options)
-    layers = files.layers(model.config)
+    layers = files.layers(target.language_model.layers)
     require_states(target, layers)
     limit = form.context_limit(files) if form.context_limit else target.language_model.context_limit
     tokens = None if head.target_tokens is None else head.target_tokens.to(scorer.device)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specbench.base.progress import Progress
+from specbench.base.progress import Progress, quiet_hub
 from specbench.models.adapters import Adapter, read_adapter
+from specbench.models.files import Header, read_headers
 from specbench.models.hub import HubModel
 from specbench.specs.models import ModelSpec, parse_model
 
@@ -32,6 +33,21 @@ class ModelFiles:
         if self.adapter and (self.adapter.folder / "tokenizer_config.json").is_file():
             return self.adapter.folder
         return self.folder
+
+    def headers(self) -> dict[str, Header]:
+        """Return the headers of its weights; those of a hub model that is not in the cache are fetched alone."""
+        found = read_headers(self.folder)
+        if found or self.hub is None:
+            return found
+        from huggingface_hub import get_safetensors_metadata
+
+        with quiet_hub():
+            files = get_safetensors_metadata(self.hub.repository, revision=self.hub.revision).files_metadata
+        return {
+            name: Header(Path(file), each.dtype, each.shape)
+            for file, metadata in files.items()
+            for name, each in metadata.tensors.items()
+        }
 
 
 def find_model(spec: str | ModelSpec, *, progress: Progress | None = None) -> ModelFiles:

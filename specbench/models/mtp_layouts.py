@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbench.base.progress import quiet_hub
 from specbench.models.files import Header, read_headers, read_settings
 from specbench.models.find import find_model
 from specbench.specs.models import ModelSpec
@@ -181,10 +180,7 @@ def has_mtp_layers(target: ModelSpec) -> bool:
         config = read_settings(files.folder, target.name)
         text = config.get("text_config") or config
         layers, quantized = text["num_hidden_layers"], "quantization_config" in {**config, **text}
-        headers = read_headers(files.folder)
-        if files.hub is not None and not headers:
-            headers = _fetch_headers(files.spec)
-        found = _find(headers, layers)
+        found = mtp_tensors_in(files.headers(), layers)
     except Exception:  # what networks, damaged files and odd configurations raise
         return False
     return found is not None and (found.plain or quantized)
@@ -196,23 +192,11 @@ def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
     All files of the folder itself are searched, since some checkpoints have the layers in a file that their index does
     not list. Files that are no safetensors files are skipped: loading the model reports them.
     """
-    return _find(read_headers(folder), target_layers)
+    return mtp_tensors_in(read_headers(folder), target_layers)
 
 
-def _fetch_headers(target: ModelSpec) -> dict[str, Header]:
-    """Return the headers of a hub model's weights, without fetching the weights."""
-    from huggingface_hub import get_safetensors_metadata
-
-    with quiet_hub():
-        files = get_safetensors_metadata(target.source, revision=target.revision).files_metadata
-    return {
-        name: Header(Path(file), each.dtype, each.shape)
-        for file, found in files.items()
-        for name, each in found.tensors.items()
-    }
-
-
-def _find(headers: Mapping[str, Header], target_layers: int) -> MtpTensors | None:
+def mtp_tensors_in(headers: Mapping[str, Header], target_layers: int) -> MtpTensors | None:
+    """Return the tensors of MTP layers among those of a checkpoint; ``None`` if there are none."""
     for layout in LAYOUTS:
         placed = ((name, layout.place(name, target_layers)) for name in headers)
         places = {name: place for name, place in placed if place is not None}

@@ -20,7 +20,7 @@ from specbench.decoding.theory import PassCosts
 from specbench.drafters.free import make_free
 from specbench.drafters.parts import models_of
 from specbench.models.drafters import join_cascade, loading, wrap_drafter
-from specbench.models.heads import find_head
+from specbench.models.head_files import find_head
 from specbench.models.load import LanguageModel, load_model, load_tokenizer
 from specbench.predict.chances import model_of
 from specbench.results.store import read_run

@@ -13,7 +13,8 @@ from specbench.backends.torch.caches import NoKVCache
 from specbench.backends.torch.head_scorers import OfTarget
 from specbench.base.errors import UsageError
 from specbench.models.checkpoints import read_any_config, text_config
-from specbench.models.heads.base import HeadFiles, OwnHead, Tensors, TrainedHead, register, usual
+from specbench.models.head_files import HeadFiles
+from specbench.models.heads.base import OwnHead, Tensors, TrainedHead, register, usual
 
 _OTHER = "Choose the assistant of this target."
 
@@ -61,7 +62,6 @@ def _scorer(module: Assistant, target: OfTarget) -> AssistantScorer:
 @register(
     "assistant",
     _scorer,
-    names=("gemma4_assistant", "gemma4_unified_assistant"),
     check=_check,
     convert=_convert,
 )

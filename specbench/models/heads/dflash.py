@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -13,8 +13,8 @@ from specbench.backends.torch.block_heads import BlockShape, DFlash2Head, DFlash
 from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.heads import EagleShape
 from specbench.base.record import Count
+from specbench.models.head_files import HeadFiles, unsupported
 from specbench.models.heads import llama
-from specbench.models.heads.base import HeadFiles, unsupported
 from specbench.models.heads.llama import Make, check_layers
 
 Factor = Annotated[float, Meta(gt=0, lt=1e300)]
@@ -22,10 +22,7 @@ Factor = Annotated[float, Meta(gt=0, lt=1e300)]
 
 def register(kind: str, **more: Any) -> Callable[[Make], Make]:
     """Register a format of block drafters, whose layers are Llama's; see ``llama.register``."""
-    check = partial(check_layers, windows=True)
-    return llama.register(
-        kind, BlockScorer, names=(kind,), check=check, layers=_layers, section="dflash_config", **more
-    )
+    return llama.register(kind, BlockScorer, check=partial(check_layers, windows=True), **more)
 
 
 def block_shape(
@@ -58,17 +55,6 @@ def block_shape(
     if block.drafted < 1:
         raise files.damaged("its block_size is too small")
     return block
-
-
-def _layers(files: HeadFiles, total: int) -> Sequence[int]:
-    """Return the target's layers whose inputs are read.
-
-    The files of its authors name layers by their outputs; the output of the last layer is taken after the norm.
-    """
-    ids = files.setting("aux_hidden_state_layer_ids", list[int] | None)
-    if ids is None:
-        ids = [each + 1 for each in files.setting("target_layer_ids", list[int])]
-    return files.within(ids, total)
 
 
 def _windows(files: HeadFiles) -> list[int | None]:

@@ -14,8 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specbench.backends.torch.head_scorers import HeadScorer
 from specbench.backends.torch.heads import EagleShape
 from specbench.base.textsafe import excerpt
+from specbench.models.checkpoints import text_config
+from specbench.models.head_files import HeadFiles, unsupported
 from specbench.models.heads import base
-from specbench.models.heads.base import HeadFiles, OwnHead, TrainedHead, unsupported
+from specbench.models.heads.base import OwnHead, TrainedHead
 
 _SETTINGS = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
@@ -76,7 +78,7 @@ def _context_limit(files: HeadFiles) -> int:
 
 def _module(make: Make, head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> nn.Module:
     files, tensors = head.files, dict(head.tensors)
-    shape = _shape(files, tensors, len(files.layers(target)))
+    shape = _shape(files, tensors, len(files.layers(text_config(target).num_hidden_layers)))
     with torch.device("meta"):
         module: Any = make(files, shape)
     module.rotary_emb = LlamaRotaryEmbedding(shape.layer)

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 from specbench.backends.torch.head_scorers import MedusaScorer
 from specbench.backends.torch.heads import MedusaHeads
-from specbench.models.heads.base import HeadFiles, OwnHead, Tensors, TrainedHead, checked_tokens, register
+from specbench.models.head_files import HeadFiles
+from specbench.models.heads.base import OwnHead, Tensors, TrainedHead, checked_tokens, register
 
 
 def _convert(files: HeadFiles, tensors: Tensors) -> tuple[Tensors, torch.Tensor | None]:
@@ -32,8 +33,6 @@ def _convert(files: HeadFiles, tensors: Tensors) -> tuple[Tensors, torch.Tensor 
 @register(
     "medusa",
     MedusaScorer,
-    names=("medusa",),
-    claims=lambda files, named: named is None and "medusa_num_heads" in files.settings,
     convert=_convert,
     weights="medusa_lm_head",
 )

@@ -22,7 +22,8 @@ from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_memory, text_config
 from specbench.models.files import read_settings
-from specbench.models.heads.base import HeadFiles, OwnHead, Tensors, TrainedHead, register, without_maps
+from specbench.models.head_files import HeadFiles
+from specbench.models.heads.base import OwnHead, Tensors, TrainedHead, register, without_maps
 from specbench.models.mtp_layouts import BLOCK, JOINED, LAYOUTS, MtpTensors, find_mtp_tensors
 from specbench.models.quantized import stored_weights
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from specbench.backends.torch.scorer import Scorer
 from specbench.drafters.model import ParallelDrafter
-from specbench.models.heads.base import HeadFiles, register
+from specbench.models.head_files import HeadFiles
+from specbench.models.heads.base import register
 
 _MOST = 32
 """Tokens that it drafts at most, as in its authors' code."""
@@ -17,7 +18,6 @@ _MOST = 32
 @register(
     "pard",
     makes="model_drafter",
-    claims=lambda files, named: named is None and "pard_token" in files.settings,
     check=lambda files, _: files.token("pard_token"),
 )
 def _drafter(files: HeadFiles, scorer: Scorer, name: str) -> ParallelDrafter:
