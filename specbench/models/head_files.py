@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress
 from specbench.base.record import Count
 from specbench.models.files import read_header, read_settings
-from specbench.models.find import find_model
+from specbench.models.find import ModelFiles, find_model
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, read_metadata
 from specbench.specs.models import ModelSpec
@@ -32,6 +33,7 @@ class HeadKind:
         names: What `model_type` or `architectures` contain, in lower case; of several kinds' the longest counts.
         claims: Whether a head is of this kind although its configuration names another kind, or none.
         layers: The target's layers whose input states it reads, see ``HeadFiles.layers``; gets their number.
+        odd: What its configuration says that no supported head of the kind has, as a sentence.
         section: The section of the configuration that has some of its settings.
         whole: Whether it is a whole model, loaded as any other.
     """
@@ -40,6 +42,7 @@ class HeadKind:
     names: Sequence[str] = ()
     claims: Callable[[HeadFiles, str | None], bool] | None = None
     layers: Callable[[HeadFiles, int], Sequence[int]] | None = None
+    odd: Callable[[HeadFiles], str | None] | None = None
     section: str = ""
     whole: bool = False
 
@@ -138,14 +141,14 @@ class HeadFiles:
         """Check that it was made for a target of these sizes, and of one of these classes.
 
         Raises:
-            UsageError: It was not. RunError: Its configuration is damaged.
+            UsageError: It was not, or is of another form than supported. RunError: Its configuration is damaged.
         """
+        kind = HEAD_KINDS[self.kind]
+        if kind.odd is not None and (odd := kind.odd(self)) is not None:
+            raise unsupported(self.name, odd)
         self.layers(layers)
-        width, tokens, named = (
-            self.width(hidden),
-            self.number("vocab_size", vocab),
-            self.verifier.get("architectures"),
-        )
+        width, tokens = self.width(hidden), self.number("vocab_size", vocab)
+        named = self.verifier.get("architectures")
         difference = None
         if width != hidden:
             difference = f"hidden states of the size {width}, and {name} has {hidden}"
@@ -180,16 +183,20 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
     """
     if spec.kind not in ("folder", "hub"):
         return None
-    found = find_model(spec, progress=progress)
-    if found.adapter is not None:
+    return head_in(find_model(spec, progress=progress))
+
+
+def head_in(model: ModelFiles) -> HeadFiles | None:
+    """Return the head in the files of a model; for more see ``find_head``."""
+    if model.adapter is not None:
         return None
-    settings = read_settings(found.folder, spec.name)
-    files = HeadFiles("", spec.name, found.folder, settings, found.hub)
+    name, settings = model.spec.name, read_settings(model.folder, model.spec.name)
+    files = HeadFiles("", name, model.folder, settings, model.hub)
     kind = _kind(files)
     if kind is None:
         return None
     if kind not in HEAD_KINDS:
-        raise unsupported(spec.name, kind)
+        raise unsupported(name, kind)
     return replace(files, kind=kind)
 
 
@@ -208,6 +215,25 @@ def _kind(files: HeadFiles) -> str | None:
     return next(claims, kind)
 
 
+_TENSORS = (
+    ("dflash2", r"candidate_selector\."),
+    ("dspark", r"markov_head\."),
+    ("peagle", r"mask_hidden"),
+    ("mtp", r"mtp_layers\."),
+    ("medusa", r"(?:medusa_heads?|blocks)\.0\.|0\.0\."),
+    ("eagle3", r"(?:midlayer|layers\.0)\.hidden_norm\."),
+    ("dflash", r"hidden_norm\."),
+    ("eagle-1", r"(?:fusion_)?fc\."),
+)
+"""How the names of tensors begin by which a kind is told from those after it."""
+
+
+def kind_of_tensors(names: Collection[str]) -> str | None:
+    """Return the kind of head that has tensors of these names; ``None`` if that is not known."""
+    plain = [name.removeprefix("model.") for name in names]
+    return next((kind for kind, start in _TENSORS if any(re.match(start, name) for name in plain)), None)
+
+
 def unsupported(name: str, reason: str) -> UsageError:
     """Return the refusal of a head that no kind describes."""
     *kinds, last = sorted(HEAD_KINDS)
@@ -218,6 +244,33 @@ def unsupported(name: str, reason: str) -> UsageError:
 
 
 # -- kinds -----------------------------------------------------------------------------------------
+
+
+def _odd_layers(files: HeadFiles, *, windows: bool = False) -> str | None:
+    """Say in what decoder layers differ from Llama's."""
+    given, settings = files.layer_settings, files.settings
+    if given.get("hidden_act", "silu") not in ("silu", "swish"):
+        return f"its activation is {given['hidden_act']!r}"
+    if not windows and given.get("sliding_window") and given.get("use_sliding_window", True):
+        return f"its attention has a sliding window of {given['sliding_window']} tokens"
+    if settings.get("layernorms") or settings.get("add_para_norm"):
+        return "it normalizes its inputs, as HASS does"
+    return None
+
+
+def _odd_eagle1(files: HeadFiles) -> str | None:
+    layers = files.number("num_hidden_layers", 1)
+    return _odd_layers(files) if layers == 1 else f"it has {layers} layers"
+
+
+def _odd_eagle3(files: HeadFiles) -> str | None:
+    last = files.part("eagle_config").get("use_aux_hidden_state") is False
+    return "it uses only the last hidden state" if last else _odd_layers(files)
+
+
+def _odd_block(files: HeadFiles) -> str | None:
+    other = files.setting("projector_type", Any) not in (None, files.kind)
+    return "it has projector_type" if other else _odd_layers(files, windows=True)
 
 
 def _eagle3_layers(files: HeadFiles, total: int) -> Sequence[int]:
@@ -269,17 +322,19 @@ HEAD_KINDS: dict[str, HeadKind] = {
         ("eagle3",),
         lambda files, named: named is None and "draft_vocab_size" in files.settings,
         _eagle3_layers,
+        _odd_eagle3,
     ),
     "peagle": HeadKind(
         "P-EAGLE",
         ("peagle",),
         lambda files, named: named == "eagle3" and any(key in files.settings for key in EAGLE_MASKS),
         _eagle3_layers,
+        _odd_eagle3,
     ),
-    "eagle-1": HeadKind("EAGLE-1", ("eagle",), _claims_llama),
-    "dflash": HeadKind("DFlash", ("dflash",), layers=_block_layers, section="dflash_config"),
-    "dflash2": HeadKind("DFlash 2", ("dflash2",), layers=_block_layers, section="dflash_config"),
-    "dspark": HeadKind("DSpark", ("dspark",), layers=_block_layers, section="dflash_config"),
+    "eagle-1": HeadKind("EAGLE-1", ("eagle",), _claims_llama, odd=_odd_eagle1),
+    "dflash": HeadKind("DFlash", ("dflash",), None, _block_layers, _odd_block, "dflash_config"),
+    "dflash2": HeadKind("DFlash 2", ("dflash2",), None, _block_layers, _odd_block, "dflash_config"),
+    "dspark": HeadKind("DSpark", ("dspark",), None, _block_layers, _odd_block, "dflash_config"),
     "medusa": HeadKind(
         "Medusa", ("medusa",), lambda files, named: named is None and "medusa_num_heads" in files.settings
     ),

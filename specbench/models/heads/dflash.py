@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -13,16 +11,10 @@ from specbench.backends.torch.block_heads import BlockShape, DFlash2Head, DFlash
 from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.heads import EagleShape
 from specbench.base.record import Count
-from specbench.models.head_files import HeadFiles, unsupported
-from specbench.models.heads import llama
-from specbench.models.heads.llama import Make, check_layers
+from specbench.models.head_files import HeadFiles
+from specbench.models.heads.llama import register
 
 Factor = Annotated[float, Meta(gt=0, lt=1e300)]
-
-
-def register(kind: str, **more: Any) -> Callable[[Make], Make]:
-    """Register a format of block drafters, whose layers are Llama's; see ``llama.register``."""
-    return llama.register(kind, BlockScorer, check=partial(check_layers, windows=True), **more)
 
 
 def block_shape(
@@ -34,8 +26,6 @@ def block_shape(
         anchored, non_causal: Defaults of the settings ``sample_from_anchor`` and ``sliding_window_non_causal``.
         own: What it has of its own.
     """
-    if files.setting("projector_type", Any) not in (None, files.kind):
-        raise unsupported(files.name, "it has projector_type")
     windows = _windows(files)
     non_causal = files.setting("sliding_window_non_causal", bool, non_causal)
     causal = [window is not None and not non_causal for window in windows]
@@ -77,12 +67,12 @@ def conv_group(files: HeadFiles, hidden: int, default: int = 0) -> int:
     return group
 
 
-@register("dflash")
+@register("dflash", BlockScorer)
 def _dflash(files: HeadFiles, shape: EagleShape) -> nn.Module:
     return DFlashHead(shape, block_shape(files))
 
 
-@register("dflash2")
+@register("dflash2", BlockScorer)
 def _dflash2(files: HeadFiles, shape: EagleShape) -> nn.Module:
     if shape.vocab != shape.layer.vocab_size:
         raise files.damaged("its draft_vocab_size is not the target's, as DFlash 2 needs")
@@ -97,7 +87,7 @@ def _dflash2(files: HeadFiles, shape: EagleShape) -> nn.Module:
     return DFlash2Head(shape, block)
 
 
-@register("dspark")
+@register("dspark", BlockScorer)
 def _dspark(files: HeadFiles, shape: EagleShape) -> nn.Module:
     rank = files.setting("markov_rank", Count, 256)
     markov = files.setting("markov_head_type", MarkovType, "vanilla")

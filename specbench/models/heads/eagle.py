@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from specbench.backends.torch.head_scorers import EagleScorer, ParallelScorer
 from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape, ParallelEagleHead
 from specbench.models.head_files import EAGLE_MASKS, HeadFiles
 from specbench.models.heads.base import Tensors, usual
-from specbench.models.heads.llama import check_layers, register
+from specbench.models.heads.llama import register
 
 
-def _check(files: HeadFiles, target: PreTrainedConfig) -> None:
-    """Refuse heads that differ from EAGLE-3's."""
-    last = files.part("eagle_config").get("use_aux_hidden_state") is False
-    check_layers(files, target, odd="it uses only the last hidden state" if last else None)
-
-
-@register("eagle3", EagleScorer, check=_check)
+@register("eagle3", EagleScorer)
 def _eagle3(files: HeadFiles, shape: EagleShape) -> nn.Module:
     return EagleHead(shape)
 
@@ -36,7 +29,7 @@ def _convert(files: HeadFiles, stored: Tensors) -> tuple[Tensors, torch.Tensor |
     return tensors, target_tokens
 
 
-@register("peagle", ParallelScorer, convert=_convert, check=_check)
+@register("peagle", ParallelScorer, convert=_convert)
 def _peagle(files: HeadFiles, shape: EagleShape) -> nn.Module:
     mask = files.token(next((key for key in EAGLE_MASKS if key in files.settings), EAGLE_MASKS[0]))
     methods = files.part("speculators_config").get("proposal_methods") or [{}]
@@ -49,11 +42,6 @@ def _peagle(files: HeadFiles, shape: EagleShape) -> nn.Module:
 # -- EAGLE-1 ----------------------------------------------------------------------------------------
 
 
-def _check_one(files: HeadFiles, target: PreTrainedConfig) -> None:
-    layers = files.number("num_hidden_layers", 1)
-    check_layers(files, target, odd=None if layers == 1 else f"it has {layers} layers")
-
-
-@register("eagle-1", EagleScorer, check=_check_one)
+@register("eagle-1", EagleScorer)
 def _eagle1(files: HeadFiles, shape: EagleShape) -> nn.Module:
     return Eagle1Head(shape)

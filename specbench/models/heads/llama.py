@@ -15,7 +15,7 @@ from specbench.backends.torch.head_scorers import HeadScorer
 from specbench.backends.torch.heads import EagleShape
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import text_config
-from specbench.models.head_files import HeadFiles, unsupported
+from specbench.models.head_files import HeadFiles
 from specbench.models.heads import base
 from specbench.models.heads.base import OwnHead, TrainedHead
 
@@ -40,33 +40,12 @@ def _layer_config(files: HeadFiles) -> LlamaConfig:
         raise files.damaged(excerpt(error).rstrip(".")) from error
 
 
-def check_layers(
-    files: HeadFiles, target: PreTrainedConfig, *, odd: str | None = None, windows: bool = False
-) -> None:
-    """Refuse heads whose layers differ from Llama's.
-
-    Args:
-        odd: What is found to differ already.
-        windows: Whether attention may have windows.
-    """
-    _layer_config(files)  # or the refusal
-    given = files.layer_settings
-    if odd is None and given.get("hidden_act", "silu") not in ("silu", "swish"):
-        odd = f"its activation is {given['hidden_act']!r}"
-    if odd is None and not windows and given.get("sliding_window") and given.get("use_sliding_window", True):
-        odd = f"its attention has a sliding window of {given['sliding_window']} tokens"
-    if odd is None and (files.settings.get("layernorms") or files.settings.get("add_para_norm")):
-        odd = "it normalizes its inputs, as HASS does"
-    if odd is not None:
-        raise unsupported(files.name, odd)
-
-
 def register(kind: str, scorer: Callable[..., HeadScorer], **more: Any) -> Callable[[Make], Make]:
     """Register a format of heads of such layers; the decorated function makes its module without weights."""
 
     def add(make: Make) -> Make:
-        own = {"check": check_layers, "context_limit": _context_limit} | more
-        base.register(kind, scorer, **own)(partial(_module, make))
+        of_layers: Any = {"check": lambda files, _: _layer_config(files), "context_limit": _context_limit}
+        base.register(kind, scorer, **of_layers, **more)(partial(_module, make))
         return make
 
     return add
