@@ -76,6 +76,8 @@ class ExportEngine(ABC):
         policies: Draft policies that it supports in addition to a fixed γ.
         verifications: Verification methods that it supports in addition to rejection sampling.
         heads: The kinds of trained heads that it loads.
+        other_tokens: How it is told that a drafter has other tokens, or another number of logits; empty if no way is
+            known.
     """
 
     name: ClassVar[str]
@@ -85,6 +87,7 @@ class ExportEngine(ABC):
     policies: ClassVar[tuple[str, ...]] = ()
     verifications: ClassVar[tuple[str, ...]] = ()
     heads: ClassVar[Mapping[str, HeadSupport]] = {}
+    other_tokens: ClassVar[str] = ""
 
     @abstractmethod
     def fill(self, setting: Setting, export: Export) -> None:

@@ -27,6 +27,7 @@ class Transformers(engine.ExportEngine):
     version = "5.23.0"
     drafters = (Lookup, SelfForm, SmallModel, Mtp)
     policies = ("confidence", "heuristic")
+    other_tokens = "tokenizer= and assistant_tokenizer= in generate"
     heads: ClassVar[Mapping[str, engine.HeadSupport]] = {
         "dflash": engine.HeadSupport(
             "dflash",

@@ -35,6 +35,8 @@ class VLLM(StartedEngine):
         "pard": HeadSupport("draft_model"),
     }
 
+    other_tokens = '"use_heterogeneous_vocab": true, which takes greedy drafts only'
+
     server = ("vllm", "serve")
     listening = ("--port",)
     reporting = ("--per-request-spec-decode-metrics", "detailed")

@@ -144,6 +144,22 @@ def read_headers(folder: Path) -> dict[str, Header]:
     return found
 
 
+LEAST_SHARED = 0.03
+"""Smallest share of the target's tokens that a drafter must have."""
+
+
+def vocabulary(folder: Path) -> dict[str, int] | None:
+    """Return the tokens of a folder's tokenizer.json by their texts; ``None`` if there is none, or it is damaged."""
+    try:
+        tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+        tokens = tokenizer["model"]["vocab"]
+        if isinstance(tokens, list):  # of Unigram, with their scores
+            tokens = {piece[0]: number for number, piece in enumerate(tokens)}
+        return {**tokens, **{each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def headers_digest(folder: Path, files: Sequence[Path]) -> str:
     """Hash a model's configuration, and the names, sizes, times and headers of its safetensors files.
 

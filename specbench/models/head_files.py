@@ -82,6 +82,13 @@ class HeadFiles:
         verifier = self.part("speculators_config").get("verifier")
         return verifier if isinstance(verifier, dict) else {}
 
+    @property
+    def proposed(self) -> Any:
+        """How many tokens `speculators` drafts with it in a step; ``None`` if that is not said."""
+        methods = self.part("speculators_config").get("proposal_methods")
+        first = methods[0] if isinstance(methods, list) and methods else None
+        return first.get("speculative_tokens") if isinstance(first, dict) else None
+
     def part(self, key: str) -> Mapping[str, Any]:
         """Return a section of its configuration; empty if there is none."""
         found = self.settings.get(key)
@@ -149,12 +156,13 @@ class HeadFiles:
         self.layers(layers)
         width, tokens = self.width(hidden), self.number("vocab_size", vocab)
         named = self.verifier.get("architectures")
+        named = [*map(str, named)] if isinstance(named, list) else []
         difference = None
         if width != hidden:
             difference = f"hidden states of the size {width}, and {name} has {hidden}"
         elif tokens != vocab:
             difference = f"tokens {tokens}, and {name} has {vocab}"
-        elif named and classes and not {*named} & {*classes}:
+        elif named and classes and not set(named) & set(classes):
             difference = f"a {named[0]}, and {name} is a {classes[0]}"
         if difference is not None:
             raise UsageError(

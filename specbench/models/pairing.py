@@ -12,14 +12,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from specbench.base.errors import UsageError
 from specbench.decoding.stops import special_tokens
 from specbench.drafters.translate import Translation, longest_matches
+from specbench.models.files import LEAST_SHARED
 from specbench.models.load import LanguageModel
 from specbench.models.tokenizers import end_of_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_LEAST_SHARED = 0.03
-"""Smallest share of the target's tokens that a drafter must have."""
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 """SentencePiece's spelling of a byte token."""
@@ -59,7 +57,7 @@ def translation_of(target: LanguageModel, drafter: LanguageModel) -> Translation
     pairs = specials | {token: first[text] for text, token in _by_bytes(own).items() if text in first}
     shared = {a: b for a, b in pairs.items() if a < target.vocab_size and b < drafter.vocab_size}
     ordinary = len(shared.keys() - specials.keys())
-    if ordinary < _LEAST_SHARED * len(own):
+    if ordinary < LEAST_SHARED * len(own):
         few = f"of the target's {len(own)} tokens the drafter has {ordinary or 'none'}"
         raise _incompatible(target, drafter, few)
     tokens = len(own.keys() | special_tokens(ours).values())

@@ -32,8 +32,7 @@ def _convert(files: HeadFiles, stored: Tensors) -> tuple[Tensors, torch.Tensor |
 @register("peagle", ParallelScorer, convert=_convert)
 def _peagle(files: HeadFiles, shape: EagleShape) -> nn.Module:
     mask = files.token(next((key for key in EAGLE_MASKS if key in files.settings), EAGLE_MASKS[0]))
-    methods = files.part("speculators_config").get("proposal_methods") or [{}]
-    ahead = methods[0].get("speculative_tokens", _AHEAD) if isinstance(methods[0], dict) else None
+    ahead = _AHEAD if files.proposed is None else files.proposed
     if type(ahead) is not int or ahead < 1:
         raise files.damaged("its speculative_tokens is no whole number above 0")
     return ParallelEagleHead(shape, ahead, mask)
