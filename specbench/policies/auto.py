@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -32,6 +33,15 @@ _EXPLORING = 0.01
 
 _SAVED = 3.0
 """So many tokens of that are saved while drafts pay."""
+
+_DEBT = 0.5
+"""A trial can cost far more tokens than expected. No more than this is owed, or the next ones would wait too long."""
+
+_NEW = 0.03
+"""The weight of a draft in the running mean of what drafts gained less than expected."""
+
+_FORGOTTEN = 0.98
+"""How much of that mean is left after a step without a draft."""
 
 _TIMED = 3
 """How many samples of a length it takes to know its time."""
@@ -98,6 +108,8 @@ class AutoLength(ChainPolicy):
         self._idle = 0  # steps since the drafter's last pass
         self._has_model = True
         self._draft: Draft | None = None
+        self._expected = 0.0  # tokens that the step's draft is expected to gain
+        self._missed, self._spread = 0.0, 1.0  # by how many tokens drafts gained less; mean and variance
         self._limit = 0
         self._may_draw = False  # whether the model may draft in this step
         self._probing = self._too_slow = self._exact = False
@@ -181,7 +193,7 @@ class AutoLength(ChainPolicy):
             budget: The most tokens of the rest of the output.
         """
         chance = self._estimator.next_chance()
-        if self._gain(0, 0, chance, chance) <= 0.0:
+        if self._gain(0, 0, chance, chance) <= self._margin:
             return False
         if not self.table.reading_s:
             return True
@@ -216,7 +228,7 @@ class AutoLength(ChainPolicy):
             self._has_model = draft.passes is not None
             chance = self._estimator.guess_chance(draft)
             free = self._limit if self._has_model or not self.table.timings else 0
-            return self._exact or self._gain(k, passes, chance, chance, free) > 0.0
+            return self._exact or self._gain(k, passes, chance, chance, free) > (0.0 if k else self._margin)
         if not self._may_draw or self._probing:
             return self._probing and passes == 0
         chance = self._estimator.next_chance()
@@ -252,7 +264,19 @@ class AutoLength(ChainPolicy):
             further = max(1.0, (j - free) / tokens_per_pass) if j > free else 0.0
             seconds.append(self.table.drafting_s(further, passes) + v[k + 1 + j] - v[k + 1])
         chances = [self._estimator.survival * chance, *[later] * (more - 1)][:more]
-        return best_length(chances, seconds, self._rate)[1]
+        gain = best_length(chances, seconds, self._rate)[1]
+        if k == 0:
+            self._expected = gain
+        return gain
+
+    @property
+    def _margin(self) -> float:
+        """The gain, in tokens, that a draft must promise: by so much, at least, drafts gained less than expected.
+
+        Drafts are made where acceptance is overestimated rather than where it is underestimated. The mean is taken a
+        standard error lower, so that luck alone stops no drafts.
+        """
+        return max(0.0, self._missed - math.sqrt(self._spread * _NEW / (2 - _NEW)))
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -263,11 +287,18 @@ class AutoLength(ChainPolicy):
         self._steps.append((len(step.tokens), passes, step.verified))
         self._idle = 0 if passes else self._idle + 1
         self._may_lose += _EXPLORING * len(step.tokens)
+        if step.drafted and not (self._probing or self._exact):
+            longer_s = self.table.step_s(passes, step.verified) - self._verify_s[1]
+            off = self._expected - (len(step.tokens) - 1 - self._rate * longer_s) - self._missed
+            self._missed += _NEW * off
+            self._spread += _NEW * (off * off - self._spread)
+        else:
+            self._missed *= _FORGOTTEN
         if self._probing or self._exact:
             step_s = self.table.step_s(passes, step.verified)
             if self._probing:  # its pass has read what was emitted before
                 step_s = max(step_s, self.table.verify_s(step.verified) + self.table.restart_s)
-            self._may_lose -= step_s * self._rate - len(step.tokens)
+            self._may_lose = max(self._may_lose - (step_s * self._rate - len(step.tokens)), -_DEBT)
         if passes:
             self._may_lose = min(self._may_lose, _SAVED)
         if passes and draft is not None:
