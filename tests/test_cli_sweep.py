@@ -117,12 +117,6 @@ def test_a_stopped_sweep_goes_on(sweep, tmp_path, monkeypatch):
     assert len(list((tmp_path / "results").iterdir())) == 2
 
 
-def test_resuming_without_a_run_is_refused(sweep, tmp_path, monkeypatch):
-    monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
-    sweep("--resume").refused(2, "no run of `specbench sweep` in results/. Name one with --out")
-    assert not (tmp_path / "results").exists()
-
-
 def test_a_run_goes_on_with_its_own_options(sweep, cli, models, tmp_path):
     shutil.copytree(models / "target", tmp_path / "target")  # a run keeps no paths
     assert sweep("--out", "run").code == 0
@@ -223,6 +217,7 @@ def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
     ("arguments", "fragments"),
     [
         (("--gamma", "8..1"), ("not a range of γ",)),
+        (("--resume",), ("no run of `specbench sweep` in results/. Name one with --out",)),
         (("--temperature", "-1"), ("temperature is -1.0",)),
         (("--prompts", "nowhere.jsonl"), ("no prompt set or file",)),
         (("--dtype", "int8", "--baseline", "transformers"), ("The target is int8",)),

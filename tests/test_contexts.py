@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from cli_runs import write_prompts
-from scripted import GivenCosts, ScriptedScorer, Ticking, build_with, random_table, steps_of
+from scripted import GivenCosts, build_with
 from scripted_engine import ScriptedEngine, cost_lines, grid_of, make_sweep, measure, prompts
 from test_policies import a_step
 
@@ -21,9 +21,7 @@ from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import DrafterPrior, NewPrompt
-from specbench.decoding.records import Step
 from specbench.decoding.theory import PassCosts, reading_seconds
-from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
 from specbench.results.lines import CostLine
@@ -303,14 +301,3 @@ def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
 
 
 # -- a drafter's own limit -----------------------------------------------------------------------------
-
-
-def test_a_drafter_with_a_context_limit_is_not_even_asked():
-    table = random_table(1, 40, spread=4.0)
-    drafter: Any = ModelDrafter(ScriptedScorer(table, 40, context_limit=50), "short", Ticking(0.01))
-    records = steps_of(
-        [n % 7 for n in range(66)], ScriptedScorer(table, 40), drafter,
-        policy=build_policy("auto:max=8"), max_new_tokens=30, clock=Ticking(0.01),
-    )  # fmt: skip
-    assert sum(each.gamma for each in records if isinstance(each, Step)) == 0
-    assert drafter.scorer.passes == []

@@ -14,13 +14,11 @@ from transformers import GenerationConfig
 import specbench.models.drafters
 import specbench.models.prepare
 from specbench.base.errors import RunError, UsageError
-from specbench.bench import passes
 from specbench.bench.axes import parse_baselines
 from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
 from specbench.bench.grid import SweepOptions
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
-from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
@@ -212,21 +210,6 @@ def test_costs_are_times_of_single_passes(engine):
     assert {line.passes for line in costs if line.kind == "drafter"} == {1, 4}
     # Nothing is left behind.
     assert run(engine, grid()[0]).token_ids == plainly(engine)
-
-
-def test_passes_over_fewer_tokens_that_seem_longer_are_timed_again(engine, monkeypatch):
-    engine._clock, calls, in_turn = Ticking(), [], passes.time_in_turn
-
-    def disturbed(jobs, rounds, order):
-        calls.append(rounds)
-        times = in_turn(jobs, rounds, order)
-        return times | {1: [9.0] * rounds} if len(calls) == 1 else times
-
-    monkeypatch.setattr(passes, "time_in_turn", disturbed)
-    costs = pass_costs(engine.measure_costs(PROMPT, [1, 2]))
-    assert len(calls) == 3
-    assert costs.target_s == {1: 1.0, 2: 1.0}
-    assert PassCosts({1: 0.282, 2: 0.23, 3: 0.3}).target_s == {1: 0.23, 2: 0.23, 3: 0.3}
 
 
 def test_drafters_are_timed_with_several_nodes_abreast(engine):

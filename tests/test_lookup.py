@@ -26,33 +26,6 @@ def drafted(
     return draft(drafter, context, room, gamma).tokens
 
 
-_THREE = [1, 2, 3, 7, 9, 2, 3, 8, 9, 3, 5, 1, 2, 3]
-# Six tokens agree at the first place, five at the second, which is the more recent.
-_LONG = [9, 1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 0, 9, 1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("context", "options", "expected"),
-    [
-        ([1, 2, 3, 4, 5, 6, 2, 3], {"gamma": 3}, [4, 5, 6]),
-        *((_THREE, {"max_match": most}, [token]) for most, token in ((3, 7), (2, 8), (1, 5))),
-        ([1, 2, 5, 1, 2, 6, 1, 2], {}, [6]),  # of equals the most recent
-        ([1, 2, 3, 9, 2, 3], {"min_match": 2}, [9]),
-        ([1, 2, 3, 9, 2, 3], {"min_match": 3}, []),
-        ([8, 1, 2, 3, 1, 2, 3], {"gamma": 8}, [1, 2, 3, 1, 2, 3, 1, 2]),  # runs into the draft
-        ([4, 4], {"gamma": 4}, [4, 4, 4, 4]),
-        ([7, 7, 7, 7], {"max_match": 3, "min_match": 3, "gamma": 2}, [7, 7]),  # overlaps the context's end
-        ([1, 1, 1], {"room": 0}, []),
-        ([1, 1, 1], {"room": 2, "gamma": 5}, [1, 1]),
-        *((_LONG, {"max_match": most}, [token]) for most, token in ((None, 7), (6, 7), (5, 0), (3, 0))),
-        ([3, 5, 3], {"max_match": None}, [5]),
-        ([0, *range(1, 6), 7, 0, *range(1, 6), 8, 9, *range(1, 6)], {"max_match": None}, [8]),
-    ],
-)
-def test_copies_what_followed_the_longest_match(context, options, expected):
-    assert drafted(context, **options) == expected
-
-
 @pytest.mark.parametrize("stop", [0, 2])
 def test_what_the_rule_did_not_want_is_told(stop):
     class Stopping(FixedLength):

@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.text import Text
 from stored_runs import (
     DRAFTERS,
@@ -26,7 +25,6 @@ from stored_runs import (
 
 from specbench.cli import run as command
 from specbench.results.results import Results, load_results
-from specbench.results.summary import Summary
 from specbench.show import plots
 from specbench.show.plots import canvas
 
@@ -140,12 +138,6 @@ class TestContent:
         (plain,) = (line.get_xdata()[0] for line in axes.lines)
         assert plain == pytest.approx(1000 / summary.loc["plain", "tokens_per_second"])
 
-    def test_bars_are_named_in_their_order_and_each_length_has_a_tick(self, df, drawn):
-        (legend,) = drawn["time"].findobj(Legend)
-        assert [each.get_text() for each in legend.get_texts()][:2] == ["draft", "verify"]
-        lengths = {row.config.gamma for row in Summary(df).rows} - {None}
-        assert {*drawn["speedup"].axes[0].get_xticks()} == lengths
-
 
 class TestLooks:
     @pytest.mark.parametrize("run", ["df", "rules", "branching"])
@@ -172,19 +164,6 @@ class TestLooks:
         figure = plots.draw_figures(load_results(tiny), ["time"])[0]["time"]
         assert "$" in figure.get_suptitle()
         assert not any(text.get_parse_math() for text in figure.findobj(Text) if "$" in text.get_text())
-
-    def test_rules_of_one_drafter_differ_and_its_name_is_said_once(self, draw):
-        drawn = draw("rules")
-        lines = [line for line in drawn["speedup"].axes[0].lines if line.get_marker() in canvas.MARKERS]
-        assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
-        for name, figure in drawn.items():
-            assert texts(figure).count(DRAFTERS[0].name) == 1, name
-            assert DRAFTERS[0].name in figure.get_suptitle()
-        (legend,) = drawn["speedup"].findobj(Legend)
-        keys = [line for line in legend.get_lines() if line.get_marker() in canvas.MARKERS]
-        assert [(key.get_color(), key.get_marker()) for key in keys] == [
-            (line.get_color(), line.get_marker()) for line in lines
-        ], "each name has the mark of its line"
 
 
 def hidden_ticks(figure: Figure) -> list[Text]:

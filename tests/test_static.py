@@ -258,25 +258,6 @@ def test_compiled_passes_are_those_of_other_caches(compiler):
 
 
 @pytest.mark.slow
-def test_layers_are_compiled_once_for_all(compiler):
-    """Whatever their number; also in passes whose hidden states are wanted."""
-    graphs = []
-    for layers in (1, 2):
-        torch._dynamo.reset()
-        compiler.graphs = 0
-        scorer, other = Scorer(tiny_llama(layers=layers), "compiled"), Scorer(tiny_llama(layers=layers))
-        for each in (scorer, other):
-            each.begin()
-            each.logits(CONTEXT)
-        asked = (CONTEXT, [4, 9, 3])
-        expected = other.score(ForwardRequest(other, *asked, layers=(0, layers)))
-        found = scorer.score(ForwardRequest(scorer, *asked, layers=(0, layers)))
-        torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-4, atol=1e-5)
-        graphs.append(compiler.graphs)
-    assert graphs[0] == graphs[1] > 0
-
-
-@pytest.mark.slow
 def test_every_width_is_compiled_once(compiler):
     scorer = Scorer(tiny_llama(layers=1), "compiled")
     scorer.begin()

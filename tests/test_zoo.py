@@ -197,18 +197,6 @@ def test_greedy_tokens_are_those_of_generate(name, full):
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "lfm2", "falcon-alibi"])
-def test_the_first_token_is_out_of_sight_where_a_window_slides(name):
-    """The windows of the zoo are shorter than its contexts, so that what lies behind them is put to the test."""
-    class_name, config = ZOO[name]
-    model = build(class_name, config())
-    long = [*BEYOND, *BEYOND]
-    last = [survey.whole(model, [first, *long])[-1] for first in (1, 2)]
-    assert torch.equal(*last) == (name == "mistral")  # every layer of which slides
-    found = Scorer(model, "dynamic").logits([1, *long])[-1]
-    torch.testing.assert_close(found, last[0], rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
 def test_a_context_that_yarn_has_lengthened(cache):
     config = hf.Qwen2Config(
