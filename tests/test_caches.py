@@ -16,7 +16,6 @@ from tiny import tiny_llama
 from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.submodels import first_layers
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan
@@ -331,11 +330,6 @@ def test_a_target_without_numbers_after_a_wrong_token_of_the_draft(sampling):
         speculative_generate([*prompt, other], target, Stubborn(3), sampling=sampling, **settings)
 
 
-def test_recurrent_models_cannot_exit_early():
-    with pytest.raises(ValueError, match="recurrent"):
-        first_layers(tiny("lfm2"), 2)
-
-
 # -- what cannot be held --------------------------------------------------------------------------
 
 
@@ -377,18 +371,3 @@ def test_the_head_is_asked_for_the_wanted_rows_alone(kind, monkeypatch):
     scorer.logits([1, 2, 3, 4, 5, 6], [7, 8])
     scorer.logits([1, 2, 3, 4, 5, 6], [7, 8, 9], rows=1)
     assert rows == [1, 3, 1]
-
-
-def test_a_model_that_always_gives_every_row():
-    class WithoutLogitsToKeep(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = tiny("llama")
-            self.config, self.get_input_embeddings = self.inner.config, self.inner.get_input_embeddings
-
-        def forward(self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool) -> Any:
-            return self.inner(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
-
-    scorer = Scorer(WithoutLogitsToKeep(), "dynamic")  # type: ignore[arg-type]
-    assert_close(scorer.logits([1, 2, 3], [4]), whole(tiny("llama"), [1, 2, 3], [4]))
-    assert scorer.logits([1, 2, 3], [4, 5], rows=1).shape == (1, VOCAB)

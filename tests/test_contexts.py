@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,17 @@ import pytest
 from cli_runs import write_prompts
 from scripted import GivenCosts, build_with
 from scripted_engine import ScriptedEngine, cost_lines, grid_of, make_sweep, measure, prompts
-from test_policies import a_step
 
 from specbench.base.errors import UsageError
 from specbench.bench.axes import parse_contexts
 from specbench.bench.contexts import fill, fitting, passage
-from specbench.bench.grid import Sweep, SweepOptions, check_contexts, server_rows
+from specbench.bench.grid import Sweep, SweepOptions, check_contexts
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import DrafterPrior, NewPrompt
+from specbench.decoding.protocols import NewPrompt
 from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.options import DecodingOptions
-from specbench.policies import build_policy
 from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.summary import Summary
@@ -96,21 +93,6 @@ def test_lengths_that_cannot_be_are_refused():
 
 
 # -- the plan ----------------------------------------------------------------------------------------
-
-
-def test_every_length_has_its_own_baseline():
-    configs = {each.id: each for each in context_sweep().configs}
-    assert set(configs) == {f"{name},c={c}" for name in ("plain", "d@1", "d@2") for c in (16, 64)}
-    assert configs["d@2,c=64"].baseline == "plain,c=64"
-    assert configs["d@2,c=64"].label == "d γ=2, context 64"
-    assert configs["d@2,c=64"].condition.context == 64
-    servers = server_rows(
-        SweepOptions(conditions_of(context=(1024,)), turns=1, servers=("a", "b")), [("a", None), ("b", None)]
-    )
-    assert [(each.id, each.label, each.baseline) for each in servers] == [
-        ("a,c=1024", "a, context 1,024", "a,c=1024"),
-        ("b,c=1024", "b, context 1,024", "a,c=1024"),
-    ]
 
 
 def test_configurations_of_one_length_decode_back_to_back():
@@ -217,21 +199,6 @@ def test_auto_begins_only_if_the_rest_of_the_output_can_repay_the_reading(unread
     policy = build_with(costs, "auto:max=8")
     policy.begin(NewPrompt(unread))
     assert begins(policy, tokens) == expected
-
-
-def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_context():
-    policy = build_policy("auto:max=8")
-    policy.begin(NewPrompt(40))
-    assert begins(policy, 200), "a short one is read at once"
-    for tokens, expected in ((64, False), (2000, True)):
-        policy.begin(NewPrompt(8000, 5.0 / 8000))
-        assert not begins(policy, tokens - 1)
-        policy.observe(replace(a_step(0, 0, verify_s=0.04), position=8000))
-        assert begins(policy, tokens - 2) == expected
-        assert policy.notes()["reading_s"] == pytest.approx(1.0), "a fifth of the target's time"
-    policy.begin(NewPrompt(8000, 5.0 / 8000, DrafterPrior(0.05)))  # of the target's time, by its size
-    policy.observe(replace(a_step(0, 0, verify_s=0.04), position=8000))
-    assert policy.notes()["reading_s"] == pytest.approx(0.25)
 
 
 # -- what is shown -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, save_tiny, tiny_language_model, 
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Olmo3Config, RwkvConfig
 from transformers.utils import logging as transformers_logging
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.kernels import native, passes
 from specbench.models import checkpoints, devices, load
@@ -31,7 +32,7 @@ from specbench.models.devices import check_options
 from specbench.models.drafters import wrap_drafter
 from specbench.models.load import load_config, load_model, wrap_model
 from specbench.models.pairing import translation_of
-from specbench.models.target import wrap_target
+from specbench.models.target import load_target, wrap_target
 from specbench.models.tokenizers import end_ids_of
 from specbench.options import LoadOptions
 from specbench.recipe import Recipe
@@ -305,6 +306,28 @@ def test_damaged_files(folder, file, content, says):
         (folder / "model.safetensors").unlink()
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert re.search(says, refusal(load_model, str(folder), CPU, kind=RunError))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "said"),
+    [
+        ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers is too large"),
+        ("config.json", "num_labels", 10**9, "num_labels is too large"),
+        ("config.json", "vocab_size", 10**400, "vocab_size is too large"),
+        ("generation_config.json", "eos_token_id", "x", "eos_token_id is neither a token id nor a list"),
+        ("generation_config.json", "eos_token_id", [math.nan], "eos_token_id is neither"),
+        ("generation_config.json", "forced_eos_token_id", True, "generation settings cannot be applied"),
+        ("tokenizer_config.json", "model_max_length", "x", "its model_max_length is no number"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_ill_typed_fields(folder, name, field, value, said):
+    """Those that once ended in an error that should not happen, or in memory that ran out."""
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(SpecbenchError) as caught:
+        autoregressive_generate("Hi", load_target(str(folder)), max_new_tokens=1)
+    assert said in caught.value.message
 
 
 def test_weights_of_the_wrong_shape_or_missing_are_not_made_up(folder):

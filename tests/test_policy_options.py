@@ -12,7 +12,6 @@ import pytest
 from cli_runs import Cli, Result, write_prompts
 from scripted import Ticking
 from scripted_engine import grid_of, specs_of
-from stored_runs import run_json
 from tiny import tiny_language_model, tiny_tokenizer
 
 import specbench.drafters.chain
@@ -20,7 +19,6 @@ import specbench.generate
 from specbench.base.errors import UsageError
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import SweepOptions
-from specbench.cli import run
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
 from specbench.models.prepare import LoadedDrafter
@@ -28,15 +26,13 @@ from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
 from specbench.results.lines import Generation
-from specbench.results.results import load_results
 from specbench.rows import Row, conditions_of
-from specbench.specs.drafters import Lookup, parse_drafter
+from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import LONGEST_DRAFT, POLICIES, Auto, Egag, Fixed, parse_policy
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 WORDS = [each.word for each in POLICIES if each.word != "confidence-head"]
 """Those that need no confidence head."""
-READING = ("egag", "entropy-bound", "svip")
 DRAFTERS = (
     "lookup",
     "ngram",
@@ -269,41 +265,6 @@ def test_generate_refuses_what_the_rule_does_not_read(call, arguments, fragments
 
     monkeypatch.setattr("specbench.models.target.load_target", unwanted)
     call("generate", "the thing", "--drafter", "lookup", *arguments).refused(2, *fragments)
-
-
-def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, models):
-    code, out, err = call(
-        "sweep", "--drafter", "lookup", "--drafter", models / "small", "--gamma", 2,
-        *(word for rule in WORDS for word in ("--draft-policy", rule)),
-        "--draft-policy", "egag:scale=0.9", "-o", "run",
-    )  # fmt: skip
-    assert code == 0, err
-    for rule in ("egag", "entropy-bound", "svip", "egag:scale=0.9"):
-        assert f"note: {rule} is left out with lookup: it reads the drafter's distribution" in err
-    frame = load_results(tmp_path / "run")
-    assert (frame.generations["status"] == "ok").all()
-    assert set(frame.generations["label"]) == {
-        "plain", "lookup γ=2", "small (int8) γ=2",
-        *(f"lookup {rule}" for rule in WORDS if rule != "fixed" and parse_policy(rule).applies(Lookup())),
-        *(f"small (int8) {rule}" for rule in (*WORDS, "egag:scale=0.9") if rule != "fixed"),
-    }  # fmt: skip
-    assert frame.generations["token_ids"].map(tuple).nunique() == 1
-    assert frame.generations.set_index("config")["gamma"].isna().sum() == len(frame.generations) - 2
-    described = run_json(tmp_path / "run")
-    assert described["options"]["policies"] == [*WORDS, "egag:scale=0.9"]
-    assert {"1", "2", "3", "13"} <= described["costs"]["target_pass_s"].keys()  # as wide as the trees
-    notes = frame.steps.groupby("config")["policy"].first()
-    assert {"H_norm", "H_ema", "gamma"} == set(notes["small (int8)@egag"])
-    assert {"rate", "survival", "probe"} == set(notes["lookup@auto"])
-    assert "small (int8) auto" in out
-    # Everything that reads results can do without a γ.
-    for arguments in (
-        ("plot", "run", "--only", "time"),
-        ("report", "run"),
-        ("compare", "run:lookup@auto", "run:lookup@2"),
-    ):
-        assert run(list(arguments)) == 0, arguments
-    assert "small (int8) auto" in (tmp_path / "run" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

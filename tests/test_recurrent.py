@@ -9,7 +9,6 @@ from random import Random
 import architectures as survey
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from scripted import ScriptedScorer, enumerate_outcomes, random_table, steps_of, tokens_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -282,16 +281,6 @@ def test_other_caches_and_other_models_are_read_as_before():
         scorer.logits([*IDS, expected[0]])  # a state has been handed out, and is not to be found by others
         assert survey.generated(model, IDS) == expected
         scorer.rollback(0)
-
-
-def test_layers_that_accelerate_has_wrapped_keep_states():
-    model, expected = built("mamba2")
-    wrapped = type(model)(model.config).eval()
-    wrapped.load_state_dict(model.state_dict())
-    for layer in wrapped.backbone.layers:
-        add_hook_to_module(layer.mixer, ModelHook())
-    drafter = survey.Guesses(IDS, expected, 4)
-    assert survey.decoded(IDS, wrap_target(wrapped, name="tiny", pack=False), drafter, 4) == expected
 
 
 def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch):

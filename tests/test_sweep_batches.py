@@ -179,12 +179,6 @@ def test_times_are_those_of_the_seed_and_of_the_rate():
     assert gaps.std() == pytest.approx(0.25, rel=0.1)
 
 
-def test_what_a_request_raises_ends_the_group(target):
-    wrong = Workload([BenchRequest([1] * 5000, 0), ASKED[0]], 2, ASKED)
-    with pytest.raises(UsageError, match="context"):
-        served(target, wrong, batch=2)
-
-
 # -- carrying it out -------------------------------------------------------------------------------
 
 

@@ -154,12 +154,6 @@ def test_the_header_says_how_a_tree_is_verified(method):
     assert "max(0" not in corrected
 
 
-def test_a_step_without_verdicts_is_no_trace():
-    made = Step(0, 5, (1,), 1, 1, (1, 2), "bonus", (1.0,), TIMES)
-    with pytest.raises(ValueError, match="without verdicts"):
-        event(made)
-
-
 def test_values_that_json_lacks_are_left_open():
     nan = float("nan")
     made = Step(

@@ -246,19 +246,3 @@ def test_what_cannot_be_rolled_back_or_is_not_causal_is_refused_unloaded(config,
         check_config(config, "my-model")
     assert "my-model" in caught.value.message
     assert caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("class_name", "config"),
-    [
-        ("BertGenerationDecoder", hf.BertGenerationConfig),
-        ("BertLMHeadModel", hf.BertConfig),
-        ("RobertaForCausalLM", hf.RobertaConfig),
-    ],
-)
-def test_a_bert_that_was_trained_as_a_decoder_is_one(class_name, config):
-    model = build(class_name, config(**{**USUAL, "pad_token_id": 0}, is_decoder=True))
-    check_config(model.config, "decoder")
-    expected = survey.generated(model, BEYOND)
-    target = wrap_target(model, name="decoder")
-    assert decode(target, BEYOND, survey.Guesses(BEYOND, expected, 1), 4, True) == expected
