@@ -75,12 +75,12 @@ def doctor(
                 "model": seen.model,
                 "owner": seen.owner,
                 "answers": len(seen.answers),
-                "findings": [asdict(each) for each in findings],
+                "findings": [asdict(finding) for finding in findings],
             }
         )
     else:
         write_parts(*_parts(seen, findings))
-    if any(each.status == "problem" for each in findings):
+    if any(finding.status == "problem" for finding in findings):
         raise typer.Exit(1)
 
 
@@ -116,10 +116,14 @@ def _parts(seen: Observations, findings: Sequence[Finding]) -> list[Part]:
 
     engine = f", {seen.owner}" if seen.owner else ""
     pairs = [
-        (each.check, [(f"{_LABELS[each.status]:<8}", _STYLES[each.status]), (each.text, "")])
-        for each in findings
+        (finding.check, [(f"{_LABELS[finding.status]:<8}", _STYLES[finding.status]), (finding.text, "")])
+        for finding in findings
     ]
-    remedies = [f"{each.check}: {each.remedy}" for each in findings if each.remedy and each.status != "ok"]
+    remedies = [
+        f"{finding.check}: {finding.remedy}"
+        for finding in findings
+        if finding.remedy and finding.status != "ok"
+    ]
     return [
         Heading(f"{seen.model}{engine}"),
         Facts(pairs, width=max(_WIDTH, *(len(name) + 3 for name, _ in pairs))),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.base.record import Json, ratio
 from specbench.base.textsafe import counted, one_line
-from specbench.doctor.probes import TEMPERATURE
+from specbench.doctor.probes import TEMPERATURE, draft_counts
 from specbench.servers.client import count_tokens
 
 if TYPE_CHECKING:
@@ -81,10 +81,8 @@ class Examined:
     def reported(self) -> tuple[int, int] | None:
         """Drafted and accepted tokens that the answers report; ``None`` if one of them does not."""
         answers, always = self.seen.answers, self.seen.dialect.reports_drafts
-        known = all(each.drafted is not None and each.accepted is not None for each in answers)
-        if not answers or not (known or always):
-            return None
-        return sum(each.drafted or 0 for each in answers), sum(each.accepted or 0 for each in answers)
+        known = all(None not in (answer.drafted, answer.accepted) for answer in answers)
+        return draft_counts(answers) if answers and (known or always) else None
 
     @property
     def drafted(self) -> int | None:
@@ -107,12 +105,12 @@ class Examined:
         counted = self.seen.counted
         if counted is not None and counted.accepted_at and counted.drafts:
             return counted.drafts, counted.accepted_at
-        each = [answer.speculation for answer in self.seen.answers]
-        known = [one for one in each if one is not None]
-        if not known or len(known) < len(each):
+        reports = [answer.speculation for answer in self.seen.answers]
+        known = [report for report in reports if report is not None]
+        if not known or len(known) < len(reports):
             return None
-        kept = map(sum, zip_longest(*(one.accepted_at for one in known), fillvalue=0))
-        return sum(one.drafts for one in known), tuple(kept)
+        kept = map(sum, zip_longest(*(report.accepted_at for report in known), fillvalue=0))
+        return sum(report.drafts for report in known), tuple(kept)
 
     @property
     def drafting_share(self) -> float:
@@ -135,7 +133,7 @@ class Examined:
 def _speculation(e: Examined) -> Iterator[Finding]:
     seen, drafted = e.seen, e.drafted
     if drafted is None:
-        per_chunk = ratio(e.tokens, sum(len(each.pieces) for each in seen.answers))
+        per_chunk = ratio(e.tokens, sum(len(answer.pieces) for answer in seen.answers))
         guess = f"; a chunk holds {per_chunk:.1f} tokens on average" if per_chunk > 1.2 else ""
         yield Finding(
             "speculation",
@@ -174,8 +172,8 @@ def _method(e: Examined) -> Iterator[Finding]:
         parts.append(f"effective γ {e.gamma:.1f}")
         parts.append(f"{100 * e.drafting_share:.0f}% of the steps draft")
     if parts:
-        said = ", ".join(parts)
-        yield Finding("method", "ok", said[0].upper() + said[1:] + ".")
+        text = ", ".join(parts)
+        yield Finding("method", "ok", text[0].upper() + text[1:] + ".")
 
 
 def _named_method(about: Json) -> str:
@@ -187,7 +185,7 @@ def _named_method(about: Json) -> str:
     defaults = about.get("default_generation_settings")
     if isinstance(defaults, dict) and isinstance(defaults.get("params"), dict):
         places += [defaults["params"].get("speculative.types")]
-    return next((one_line(each) for each in places if isinstance(each, str) and each not in ("", "none")), "")
+    return next((one_line(name) for name in places if isinstance(name, str) and name not in ("", "none")), "")
 
 
 def _acceptance(e: Examined) -> Iterator[Finding]:
@@ -213,7 +211,7 @@ def _temperature(e: Examined) -> Iterator[Finding]:
     drafted, accepted = e.seen.sampled
     if not (e.drafted and e.accepted and drafted):
         return
-    greedy, sampled = (f"{100 * each:.0f}%" for each in (e.accepted / e.drafted, accepted / drafted))
+    greedy, sampled = (f"{100 * rate:.0f}%" for rate in (e.accepted / e.drafted, accepted / drafted))
     rates = f"{sampled} of draft tokens are accepted at temperature {TEMPERATURE:g}, {greedy} at 0."
     if 3 * accepted * e.drafted >= e.accepted * drafted or min(drafted, e.drafted) < _TELLING:
         yield Finding("temperature", "ok", rates)
@@ -310,7 +308,9 @@ def _logprobs(e: Examined) -> Iterator[Finding]:
     bare = 0
     for place, (own, others) in enumerate(entries, 1):
         total = (
-            sum(math.exp(min(each, 1.0)) for each in others) if all(map(math.isfinite, others)) else math.nan
+            sum(math.exp(min(value, 1.0)) for value in others)
+            if all(map(math.isfinite, others))
+            else math.nan
         )
         bare += not others
         if math.isnan(own) or math.isnan(total) or not math.isfinite(own):
@@ -338,17 +338,15 @@ def _logprobs(e: Examined) -> Iterator[Finding]:
 
 def _entries(logprobs: Json) -> Iterator[tuple[float, list[float]]]:
     """Yield the log probability of each token, and those of its alternatives, of either endpoint's form."""
-    for each in _listed(logprobs.get("content")):
-        if isinstance(each, dict):
-            top = _listed(each.get("top_logprobs")) or _listed(each.get("top_probs"))
-            yield (
-                _number(each.get("logprob")),
-                [_number(one.get("logprob")) for one in top if isinstance(one, dict)],
-            )
+    for entry in _listed(logprobs.get("content")):
+        if isinstance(entry, dict):
+            top = _listed(entry.get("top_logprobs")) or _listed(entry.get("top_probs"))
+            others = [_number(other.get("logprob")) for other in top if isinstance(other, dict)]
+            yield _number(entry.get("logprob")), others
     top = _listed(logprobs.get("top_logprobs"))
     for place, value in enumerate(_listed(logprobs.get("token_logprobs"))):
-        others = top[place] if place < len(top) else None
-        yield _number(value), [_number(one) for one in others.values()] if isinstance(others, dict) else []
+        listed = top[place] if place < len(top) else None
+        yield _number(value), [*map(_number, listed.values())] if isinstance(listed, dict) else []
 
 
 def _listed(value: object) -> list[Any]:
@@ -425,8 +423,9 @@ def _plain_outputs(e: Examined) -> Iterator[Finding]:
 # -- speed -------------------------------------------------------------------------------------------
 
 
-def _pace(answer: StreamedAnswer, tokens: int | None) -> float:
+def _pace(e: Examined, answer: StreamedAnswer) -> float:
     """Return the seconds per token after the first chunk; NaN if unknown."""
+    tokens = count_tokens(answer, e.tokenizer).tokens
     if answer.first is None or not tokens or tokens < 2 or len(answer.pieces) < 2:
         return math.nan
     first = len(answer.first.ids or (0,))
@@ -435,11 +434,7 @@ def _pace(answer: StreamedAnswer, tokens: int | None) -> float:
 
 def _paces(e: Examined) -> list[tuple[float, float]]:
     """Return the seconds per token with and without speculation, of each prompt with both."""
-    paces = [
-        (_pace(a, count_tokens(a, e.tokenizer).tokens), _pace(b, count_tokens(b, e.tokenizer).tokens))
-        for a, b in e.seen.plain
-        if not b.drafted
-    ]
+    paces = [(_pace(e, drafting), _pace(e, plain)) for drafting, plain in e.seen.plain if not plain.drafted]
     return [pair for pair in paces if all(map(math.isfinite, pair)) and min(pair) > 0]
 
 
@@ -467,8 +462,8 @@ def _speed(e: Examined) -> Iterator[Finding]:
 def _failures(e: Examined) -> Iterator[Finding]:
     names = {"plain": "The comparison with plain decoding", "counters": "Reading the counters"}
     for name, reason in e.seen.failed.items():
-        remedy = "Read the server's log."
-        yield Finding(name, "problem", f"{names.get(name, f'The check of {name}')} failed: {reason}", remedy)
+        text = f"{names.get(name, f'The check of {name}')} failed: {reason}"
+        yield Finding(name, "problem", text, "Read the server's log.")
 
 
 _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
@@ -485,5 +480,5 @@ def diagnose(examined: Examined) -> list[Finding]:
 
 def verdict_of(findings: Sequence[Finding]) -> str:
     """Return the last sentence: whether there are problems."""
-    problems = sum(each.status == "problem" for each in findings)
+    problems = sum(finding.status == "problem" for finding in findings)
     return f"{counted(problems, 'problem')} found." if problems else "No problem found."

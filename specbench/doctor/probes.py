@@ -41,6 +41,11 @@ _PATIENCE_S = 10.0
 _QUESTIONS = ("When is room 3 open?", "And how many seats has room 7?")
 
 
+def draft_counts(answers: Sequence[StreamedAnswer]) -> tuple[int, int]:
+    """Return how many tokens were drafted and accepted, as far as the answers report it."""
+    return sum(answer.drafted or 0 for answer in answers), sum(answer.accepted or 0 for answer in answers)
+
+
 def _rules(count: int) -> str:
     rooms = ("library", "kitchen", "workshop", "garden")
     return " ".join(
@@ -145,8 +150,8 @@ class Examination:
             if not await self._attempt("answers", self._add_answer(prompt)):
                 break
         counters = await self._since_start()
-        if counters is not None and not self._agree(counters):  # some servers count a moment later
-            await asyncio.sleep(_LATE_S)
+        if counters and (counters.drafted, counters.accepted) != draft_counts(seen.answers):
+            await asyncio.sleep(_LATE_S)  # some servers count a moment later
             counters = await self._since_start()
         seen.counted = counters
         if counters is not None:
@@ -158,7 +163,7 @@ class Examination:
         """Ask all prompts at a temperature, and count drafts as the answers do, or else the counters."""
         seen, before = self.seen, await self._since_start()
         answers = [await self._ask(prompt, TOKENS, temperature=TEMPERATURE) for prompt in _PROMPTS]
-        seen.sampled = sum(each.drafted or 0 for each in answers), sum(each.accepted or 0 for each in answers)
+        seen.sampled = draft_counts(answers)
         await asyncio.sleep(_LATE_S)
         now = await self._since_start()
         if now is not None and before is not None and not seen.sampled[0]:
@@ -167,13 +172,6 @@ class Examination:
 
     async def _add_answer(self, prompt: str) -> None:
         self.seen.answers.append(await self._ask(prompt, TOKENS))
-
-    def _agree(self, counted: SpeculationCounters) -> bool:
-        """Return whether the answers report as many draft tokens as the counters."""
-        answers = self.seen.answers
-        return (counted.drafted, counted.accepted) == (
-            sum(each.drafted or 0 for each in answers), sum(each.accepted or 0 for each in answers)
-        )  # fmt: skip
 
     async def _since_start(self) -> SpeculationCounters | None:
         now, before = await self._client.counters(), self.seen.before
@@ -201,9 +199,9 @@ class Examination:
                 raise
             return
         choice = choice_of(body)
-        text, found = text_of(choice), choice.get("logprobs")
+        text, logprobs = text_of(choice), choice.get("logprobs")
         seen.again += [text] if text else []
-        seen.logprobs = found if isinstance(found, dict) else None
+        seen.logprobs = logprobs if isinstance(logprobs, dict) else None
 
     async def _turns(self) -> None:
         """Ask two turns of conversations about texts that are new to the server."""

@@ -164,13 +164,13 @@ def costs_of(
     """
     run = read_run(log).costs if (log / "run.json").is_file() else None
     timed = PassCosts({}) if run is None else run
-    parts = {name: model_of(each) for name, each in drafters.items() if name not in timed.drafter_s}
-    models = [model for each in parts.values() for model in models_of(each)]
+    parts = {name: model_of(drafter) for name, drafter in drafters.items() if name not in timed.drafter_s}
+    models = [model for drafter in parts.values() for model in models_of(drafter)]
     target: Any = _NoTarget(models)
     announce(progress, "timing passes")
     clock = clock_for(str(target.device))
     costs = pass_costs(time_passes(target, parts, answers[0].prompt, [1], clock, _ROUNDS, Random(0)))
-    logged = [each.pass_s for each in answers if each.pass_s is not None]
+    logged = [answer.pass_s for answer in answers if answer.pass_s is not None]
     seconds, source = dict[int, float](), ""
     if milliseconds is not None:
         seconds, source = {1: milliseconds / 1000}, "as given"

@@ -178,7 +178,7 @@ def read_answer(drafter: Drafter, answer: Answer, target: Scorer | None = None) 
     scorer, prompt, text = drafter.scorer, len(answer.prompt), [*answer.prompt, *answer.tokens]
     limit = drafter.context_limit
     readable = len(text) if limit is None else min(len(text), limit + 1)
-    found = list[torch.Tensor]()
+    logits = list[torch.Tensor]()
     drafter.begin(answer.prompt)
     scorer.begin()  # also where it shares the target's cache
     shared = target if isinstance(drafter, SelfDrafter) else None
@@ -188,21 +188,23 @@ def read_answer(drafter: Drafter, answer: Answer, target: Scorer | None = None) 
         if shared is not None and first > 1:
             shared.rollback(first - 1 - chunk)  # to before what the drafter has read
             shared.score(ForwardRequest(shared, text[: first - 1], rows=1, prompt=prompt))
-        found.append(scorer.logits(text[: last - 1], rows=last - first, prompt=prompt))
-    return torch.cat(found) if found else torch.zeros(0, 1)
+        logits.append(scorer.logits(text[: last - 1], rows=last - first, prompt=prompt))
+    return torch.cat(logits) if logits else torch.zeros(0, 1)
 
 
 def target_probabilities(target: Scorer, answer: Answer) -> Floats:
     """Return the target's probability of each token of a sampled answer, by its own pass."""
-    prompt, text, found = len(answer.prompt), [*answer.prompt, *answer.tokens], list[Floats]()
+    prompt, text, probabilities = len(answer.prompt), [*answer.prompt, *answer.tokens], list[Floats]()
     target.begin()
     for first in range(prompt, len(text), _ROWS):
         last = min(first + _ROWS, len(text))
         request = ForwardRequest(target, text[: last - 1], rows=last - first, prompt=prompt)
         after = text[first:last]
         p = answer.transforms.probabilities(target.score(request).logits, text[:first], after[:-1])
-        found.append(p.gather(-1, torch.tensor(after, device=p.device)[:, None])[:, 0].double().cpu().numpy())
-    return np.concatenate(found)
+        probabilities.append(
+            p.gather(-1, torch.tensor(after, device=p.device)[:, None])[:, 0].double().cpu().numpy()
+        )
+    return np.concatenate(probabilities)
 
 
 class TargetStates:

@@ -42,15 +42,15 @@ class PredictedRow:
     def per_step(self, counts: Counts | None = None) -> tuple[float, float]:
         """Return drafted tokens and forward passes of the drafter in a step, of all answers or one."""
         chosen = self.counts if counts is None else [counts]
-        steps = math.fsum(each.steps for each in chosen)
-        drafted = math.fsum(each.drafted for each in chosen)
-        return ratio(drafted, steps), ratio(math.fsum(each.passes for each in chosen), steps)
+        steps = math.fsum(one.steps for one in chosen)
+        drafted = math.fsum(one.drafted for one in chosen)
+        return ratio(drafted, steps), ratio(math.fsum(one.passes for one in chosen), steps)
 
     @property
     def by_place(self) -> list[float]:
         """Accepted over tested tokens by their place in the draft, NaN where none was tested."""
-        tested = np.sum([each.tested for each in self.counts], axis=0)
-        accepted = np.sum([each.accepted for each in self.counts], axis=0)
+        tested = np.sum([counts.tested for counts in self.counts], axis=0)
+        accepted = np.sum([counts.accepted for counts in self.counts], axis=0)
         return [ratio(float(a), float(t)) for a, t in zip(accepted, tested, strict=True)]
 
 
@@ -72,21 +72,21 @@ class Forecast:
 
     def tokens_per_step(self, row: PredictedRow) -> Estimate:
         """Return all tokens over all steps, with an interval over prompts."""
-        tokens = [len(each.tokens) - 1 for each in self.answers]
-        steps = [each.steps for each in row.counts]
-        return stats.pooled_rate(tokens, steps, [each.name for each in self.answers], least=1.0)
+        tokens = [len(answer.tokens) - 1 for answer in self.answers]
+        steps = [counts.steps for counts in row.counts]
+        return stats.pooled_rate(tokens, steps, [answer.name for answer in self.answers], least=1.0)
 
     def speedup(self, row: PredictedRow, costs: PassCosts) -> Estimate:
         """Return the speedup over plain decoding, the geometric mean over prompts; NaN without the target's costs.
 
         The drafter reads the prompt in the time of the first draft, as when it is measured.
         """
-        found, reading = [], costs.reading_s.get(self.drafter, {})
+        ratios, reading = [], costs.reading_s.get(self.drafter, {})
         for answer, counts in zip(self.answers, row.counts, strict=True):
             plain_s = (len(answer.tokens) - 1) * costs.target_s.get(1, math.nan)
             steps_s = counts.steps * costs.step_s(self.drafter, *row.per_step(counts))
-            found.append(ratio(plain_s, steps_s + reading_seconds(reading, len(answer.prompt))))
-        return stats.geometric_mean(found, [each.name for each in self.answers])
+            ratios.append(ratio(plain_s, steps_s + reading_seconds(reading, len(answer.prompt))))
+        return stats.geometric_mean(ratios, [answer.name for answer in self.answers])
 
     def pays_from(self, row: PredictedRow, costs: PassCosts) -> float:
         """Return the seconds of a target's pass over one token from which drafts save time; infinite if they never do.
@@ -163,7 +163,9 @@ def forecast(
             "Run it where the target is: specbench sweep.",
         )
     rows = list(map(PredictedRow, gammas))
-    usable = [each for each in answers if free or each.sampling.greedy or each.probabilities is not None]
+    usable = [
+        answer for answer in answers if free or answer.sampling.greedy or answer.probabilities is not None
+    ]
     for done, answer in enumerate(usable):
         if report is not None:
             report(f"reading answers with {name}", done, len(usable))

@@ -87,15 +87,15 @@ class Log:
 
     def notes(self) -> list[str]:
         """Return sentences on what was not read, and on each kind of line that is left out."""
-        found = [f"The first {len(self.answers)} answers were read; --limit reads more."] * self.unread
+        sentences = [f"The first {len(self.answers)} answers were read; --limit reads more."] * self.unread
         for kind, lines in self.left_out.items():
             word, _, name = kind.partition(" ")
             changes = f"has the field {name!r}, which may change its prompt or its answer"
             listed = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
             what = "1 line is" if len(lines) == 1 else f"{len(lines)} lines are"
             reason = changes if name else REASONS[word]
-            found.append(f"{what} left out ({listed}): such a line {reason}.")
-        return found
+            sentences.append(f"{what} left out ({listed}): such a line {reason}.")
+        return sentences
 
 
 def read_log(
@@ -151,7 +151,7 @@ class _Reader:
         asked = record.get("request", {})
         asked = asked.get("body", asked)
         asked = {**asked, **asked.get("extra_body", {})}
-        unknown = (each for each in asked if asked[each] and each not in _HARMLESS and each not in _NEUTRAL)
+        unknown = (name for name in asked if asked[name] and name not in _HARMLESS and name not in _NEUTRAL)
         if field_name := next(unknown, None):
             raise UnusableError("field", field_name)
         request = {**record, **asked}
@@ -182,20 +182,20 @@ class _Reader:
             raise UnusableError("field", ", ".join(given)) from None
 
     def _prompt(self, response: Json, request: Json) -> list[int]:
-        for each in (
+        for ids in (
             response.get("prompt_token_ids"),
             request.get("prompt_token_ids"),
             request.get("prompt"),
         ):
-            if isinstance(each, list) and each:
-                return _ids(each)
+            if isinstance(ids, list) and ids:
+                return _ids(ids)
         messages, text = request.get("messages"), request.get("prompt")
         if not (messages or text):
             raise UnusableError("prompt")
         try:
             if messages:
-                told = request.get("chat_template_kwargs") or {}
-                template = TemplateOptions.of(told, request.get("reasoning_effort"))
+                variables = request.get("chat_template_kwargs") or {}
+                template = TemplateOptions.of(variables, request.get("reasoning_effort"))
                 tools = request.get("tools") or ()
                 return encode_messages(self._tokenizer, list(map(_message, messages)), tools, template)
             ids, bos = encode_prompt(self._tokenizer, str(text), chat=False), self._tokenizer.bos_token_id
@@ -243,10 +243,10 @@ class _Reader:
             if entry.get("token") == "" and "id" not in entry:
                 empty += 1
                 continue
-            told = self._tokenizer(entry["token"], add_special_tokens=False)["input_ids"] if empty else ()
-            if len(told) != empty + bool(empty):
+            ids = self._tokenizer(entry["token"], add_special_tokens=False)["input_ids"] if empty else ()
+            if len(ids) != empty + bool(empty):
                 raise UnusableError("tokenizer")
-            tokens += told or [self._token(entry)]
+            tokens += ids or [self._token(entry)]
             empty = 0
         return tokens
 
@@ -255,10 +255,10 @@ class _Reader:
         text, written = entry.get("token", ""), entry.get("bytes")
         if "id" in entry or text.startswith("token_id:"):
             return int(entry.get("id", text.removeprefix("token_id:")))
-        found = self._ids.get(bytes(text.encode() if written is None else written))
-        if found is None:
+        token = self._ids.get(bytes(text.encode() if written is None else written))
+        if token is None:
             raise UnusableError("tokenizer")
-        return found
+        return token
 
     def _encoded(self, choice: Json, count: int | None) -> list[int]:
         """Return the tokens of an answer that is text alone."""
@@ -276,16 +276,16 @@ class _Reader:
 
 def _probabilities(entries: Sequence[Json], count: int, sampling: Sampling) -> Floats:
     """Return the probabilities of the first tokens after the transforms."""
-    found = [math.exp(min(0.0, each["logprob"])) for each in entries[:count]]
-    if len(found) < count or min(found) == 0.0:  # vLLM says -9999 where it does not know
+    probabilities = [math.exp(min(0.0, entry["logprob"])) for entry in entries[:count]]
+    if len(probabilities) < count or min(probabilities) == 0.0:  # vLLM says -9999 where it does not know
         raise UnusableError("cut")
     if sampling != Sampling(temperature=1.0):
         raise UnusableError("kind")
-    return np.array(found)
+    return np.array(probabilities)
 
 
 def _ids(values: Sequence[Any]) -> list[int]:
-    if any(type(each) is not int or each < 0 for each in values):
+    if any(type(value) is not int or value < 0 for value in values):
         raise UnusableError("form")
     return list(values)
 
@@ -294,9 +294,9 @@ def _message(message: Json) -> Json:
     """Return a message as chat templates take it: with text, and the arguments of calls as objects."""
     content = message.get("content") or ""
     if not isinstance(content, str):
-        if any("text" not in each for each in content):
+        if any("text" not in part for part in content):
             raise UnusableError("prompt")
-        content = "".join(each["text"] for each in content)
+        content = "".join(part["text"] for part in content)
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"].get("arguments") or "{}"
@@ -307,8 +307,8 @@ def _message(message: Json) -> Json:
 
 def _entries(choice: Json) -> list[Json]:
     """Return the tokens of an answer with their log probabilities, in the form of the chat; empty without any."""
-    said = choice.get("logprobs") or {}
-    if listed := said.get("tokens"):  # the completions' own form
-        pairs = zip(listed, said["token_logprobs"], strict=True)
+    logprobs = choice.get("logprobs") or {}
+    if listed := logprobs.get("tokens"):  # the completions' own form
+        pairs = zip(listed, logprobs["token_logprobs"], strict=True)
         return [{"token": text, "logprob": -9999.0 if value is None else value} for text, value in pairs]
-    return list(said.get("content") or ())
+    return list(logprobs.get("content") or ())

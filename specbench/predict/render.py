@@ -35,13 +35,13 @@ def prediction_parts(
         here: Drafters that were timed here; others were in the stored run.
         notes: Sentences on what was left out.
     """
-    for each in forecasts:
-        yield Heading(each.drafter)
-        if not each.answers:
+    for forecast in forecasts:
+        yield Heading(forecast.drafter)
+        if not forecast.answers:
             yield Paragraph("No answer can be used with it.")
             continue
-        yield _sheet(each, costs)
-        yield Paragraph(answer_text(each, costs), "bold")
+        yield _sheet(forecast, costs)
+        yield Paragraph(answer_text(forecast, costs), "bold")
     yield Items([*notes, *_facts(forecasts, costs, source, here)])
 
 
@@ -49,13 +49,13 @@ def _facts(
     forecasts: Sequence[Forecast], costs: PassCosts, source: str, here: Collection[str]
 ) -> Iterator[str]:
     """Yield what the figures rest on."""
-    for each in forecasts:
-        if each.unsampled:
-            what = counted(each.unsampled, "sampled answer")
-            yield f"{what} not used for {each.drafter}: it needs their logprobs."
-        if seconds := costs.drafter_s.get(each.drafter):
-            where = "measured here" if each.drafter in here else "measured in the stored run"
-            yield f"A pass of {each.drafter} takes {stats.decimals(1000 * seconds)} ms, {where}."
+    for forecast in forecasts:
+        if forecast.unsampled:
+            what = counted(forecast.unsampled, "sampled answer")
+            yield f"{what} not used for {forecast.drafter}: it needs their logprobs."
+        if seconds := costs.drafter_s.get(forecast.drafter):
+            where = "measured here" if forecast.drafter in here else "measured in the stored run"
+            yield f"A pass of {forecast.drafter} takes {stats.decimals(1000 * seconds)} ms, {where}."
     if not costs.target_s:
         yield "Speedups need the target's time: --target-pass-ms."
     else:
@@ -75,7 +75,7 @@ def answer_text(forecast: Forecast, costs: PassCosts) -> str:
     if not costs.target_s:
         return f"{row.name}: {tokens} tokens per step; {pays}."
     speedup = stats.ratio_text(forecast.speedup(row, costs))
-    most = max(forecast.perfect(each, costs) for each in forecast.rows)
+    most = max(forecast.perfect(row, costs) for row in forecast.rows)
     return (
         f"{row.name}: {speedup} over plain decoding, {tokens} tokens per step; {pays}; with a perfect drafter of this"
         f" cost at most {stats.decimals(most)}×."

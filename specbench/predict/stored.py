@@ -94,18 +94,19 @@ def _prompts(run: Run) -> dict[str, Prompt]:
     """
     names = run.options.get("prompts") or []
     try:
-        found = {each.id: each for each in choose_prompts(names)[0]}
+        prompts = {prompt.id: prompt for prompt in choose_prompts(names)[0]}
     except UsageError as error:
         raise UsageError(
             f"A run does not hold its prompts, and those of this one are not here: {error.message}",
             f"Run it in the folder that has {', '.join(map(str, names))}.",
         ) from error
-    for each in run.prompts:
-        if each.id not in found or prompt_fingerprint(found[each.id]) != each.fingerprint:
+    for prompt in run.prompts:
+        if prompt.id not in prompts or prompt_fingerprint(prompts[prompt.id]) != prompt.fingerprint:
             raise UsageError(
-                f"The prompt {each.id!r} is not the one that this run had.", "Name a run of today's prompts."
+                f"The prompt {prompt.id!r} is not the one that this run had.",
+                "Name a run of today's prompts.",
             )
-    return found
+    return prompts
 
 
 def _encoded(
@@ -114,9 +115,9 @@ def _encoded(
     ends = {tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
     target: Any = SimpleNamespace(tokenizer=tokenizer, end_ids=tuple(ends))
     try:
-        found = encode_conversation(target, prompt, answers)
+        tokens = encode_conversation(target, prompt, answers)
     except UsageError:
         raise UnusableError("template") from None
-    if len(found) != length:
+    if len(tokens) != length:
         raise UnusableError("tokenizer")
-    return found
+    return tokens

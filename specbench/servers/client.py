@@ -91,7 +91,7 @@ class StreamedAnswer:
         return any(piece.reasoning for piece in self.pieces)
 
     @property
-    def said(self) -> str:
+    def reply(self) -> str:
         """The text without what came as reasoning."""
         return encodable("".join(piece.text for piece in self.pieces if not piece.reasoning))
 
@@ -109,9 +109,7 @@ class StreamedAnswer:
 
     @property
     def speculation(self) -> SpeculationCounters | None:
-        """Return draft counts of the answer, in total and by position;
-        ``None`` if not reported, or if they disagree.
-        """
+        """Draft counts of the answer, in total and by position; ``None`` if not reported, or if they disagree."""
         if self.drafted is None or self.accepted is None or self.steps_by_kept is None:
             return None
         accepted_at = tuple(sum(self.steps_by_kept[place:]) for place in range(1, len(self.steps_by_kept)))
@@ -126,9 +124,7 @@ class StreamedAnswer:
 
     @property
     def bursts(self) -> int:
-        """Return the number of bursts of chunks,
-        as an estimate of the number of steps; adjacent chunks are one burst.
-        """
+        """The number of bursts of chunks, as an estimate of the number of steps; adjacent chunks are one burst."""
         times = [piece.at_s for piece in self.pieces if piece.text or piece.ids]
         if len(times) < 2:
             return len(times)
@@ -198,15 +194,15 @@ class SpeculationCounters:
         Raises:
             RunError: A counter has decreased, which means that the server was restarted.
         """
-        found = SpeculationCounters(
+        increase = SpeculationCounters(
             self.drafts - before.drafts,
             self.drafted - before.drafted,
             self.accepted - before.accepted,
             tuple(now - then for now, then in zip_longest(self.accepted_at, before.accepted_at, fillvalue=0)),
         )
-        if min(found.drafts, found.drafted, found.accepted, *found.accepted_at) < 0:
+        if min(increase.drafts, increase.drafted, increase.accepted, *increase.accepted_at) < 0:
             raise RunError("The server's counters have decreased: it was restarted.")
-        return found
+        return increase
 
 
 _SAMPLE = re.compile(
@@ -220,7 +216,7 @@ def speculation_counters(metrics: str) -> SpeculationCounters | None:
     vLLM, llama.cpp and specbench name them equally, except for a prefix, of which the first one is read. If a server
     has several engines or models, their counters are added.
     """
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     places: dict[int, float] = {}
     prefix: str | None = None
     for line in metrics.splitlines():
@@ -233,12 +229,12 @@ def speculation_counters(metrics: str) -> SpeculationCounters | None:
         if name == "accepted_tokens_per_pos" and place is not None:
             places[int(place[1])] = places.get(int(place[1]), 0) + value
         else:
-            found[name] = found.get(name, 0) + value
-    if not {"drafts", "draft_tokens", "accepted_tokens"} <= found.keys():
+            totals[name] = totals.get(name, 0) + value
+    if not {"drafts", "draft_tokens", "accepted_tokens"} <= totals.keys():
         return None
     accepted_at = tuple(int(places.get(place, 0)) for place in range(max(places, default=-1) + 1))
     return SpeculationCounters(
-        int(found["drafts"]), int(found["draft_tokens"]), int(found["accepted_tokens"]), accepted_at
+        int(totals["drafts"]), int(totals["draft_tokens"]), int(totals["accepted_tokens"]), accepted_at
     )
 
 
@@ -334,9 +330,9 @@ class ServerClient:
                 f"The server {self.name} does not speak the OpenAI protocol: it lists no models."
             )
         return {
-            name: owner if isinstance(owner := each.get("owned_by"), str) else ""
-            for each in listed
-            if isinstance(each, dict) and isinstance(name := each.get("id"), str) and name
+            name: owner if isinstance(owner := model.get("owned_by"), str) else ""
+            for model in listed
+            if isinstance(model, dict) and isinstance(name := model.get("id"), str) and name
         }
 
     async def counters(self) -> SpeculationCounters | None:
@@ -422,12 +418,12 @@ def _asked(
 
 
 def _object(text: str) -> Json:
-    """Parse a JSON object; return an empty one for anything else. Integers that are no counts become floats."""
+    """Parse a JSON object; return an empty one for anything else. Integers of 16 digits or more are read as floats."""
     try:
-        found = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits))
+        parsed = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits))
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def choice_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -444,8 +440,8 @@ def text_of(choice: Mapping[str, Any]) -> str:
 
 def _reasoning_of(choice: Mapping[str, Any]) -> str:
     """Return the reasoning text of a choice, which some servers send under both of its names."""
-    found = (_said(choice).get(name) for name in ("reasoning_content", "reasoning"))
-    return next((text for text in found if isinstance(text, str) and text), "")
+    texts = (_said(choice).get(name) for name in ("reasoning_content", "reasoning"))
+    return next((text for text in texts if isinstance(text, str) and text), "")
 
 
 def _said(choice: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -455,7 +451,7 @@ def _said(choice: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _counts(value: object) -> tuple[int, ...] | None:
     """Return a list of integers from 0; ``None`` if it is anything else."""
-    if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
+    if not isinstance(value, list) or any(type(count) is not int or count < 0 for count in value):
         return None
     return tuple(value)
 
@@ -486,14 +482,14 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
         type(tokens) is int and type(rounds) is int and type(kept) is int
     ):  # mlx-vlm accepts beyond an answer's end
         kept = min(kept, max(0, tokens - 1 - rounds))
-    found = {
+    reported = {
         "prompt_tokens": usage.get("prompt_tokens"),
         "used_tokens": usage.get("completion_tokens"),
         "cached_tokens": timings.get("cache_n", meta.get("cached_tokens", cached.get("cached_tokens"))),
         "drafted": drafted,
         "accepted": kept,
     }
-    counts: Json = {name: value for name, value in found.items() if type(value) is int and value >= 0}
+    counts: Json = {name: value for name, value in reported.items() if type(value) is int and value >= 0}
     if _said(choice).get("tool_calls"):
         counts["calls"] = True
     by_step = [_counts(metrics.get(f"per_step_{name}")) or () for name in ("drafted", "accepted")]
@@ -512,5 +508,5 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
 
 
 def _inner(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = body.get(name)
-    return found if isinstance(found, dict) else {}
+    part = body.get(name)
+    return part if isinstance(part, dict) else {}

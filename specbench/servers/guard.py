@@ -58,8 +58,8 @@ def end(group: int, mark: str) -> list[int]:
 
 
 def _left(group: int, mark: str) -> list[int]:
-    if found := list(marked(mark)):
-        return found
+    if running := list(marked(mark)):
+        return running
     if os.path.isdir("/proc/self"):  # noqa: PTH112
         return []
     try:
@@ -76,18 +76,18 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: stopped.append(number))
     mark = os.urandom(8).hex()
-    with open(log, "ab") as said:  # noqa: PTH123
+    with open(log, "ab") as output:  # noqa: PTH123
         try:
             server = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 env={**os.environ, MARK: mark},
             )
         except OSError as error:
-            said.write(f"{command[0]}: {error.strerror}\n".encode())
+            output.write(f"{command[0]}: {error.strerror}\n".encode())
             return 127
     while not stopped and server.poll() is None:
         ready, _, _ = select.select([0], [], [], _POLL_S)

@@ -51,7 +51,7 @@ Messages: TypeAlias = tuple[Mapping[str, str], ...]
 class ServerPrompt(NamedTuple):
     """The messages of a conversation, with the fields of a request that tell a template."""
 
-    said: Messages
+    messages: Messages
     template: Json
 
 
@@ -175,14 +175,14 @@ class ServerEngine(BenchEngine):
     @property
     def notes(self) -> list[str]:
         """What the user should know about the servers."""
-        found = [note for server in self.servers for note in server.notes]
+        notes = [note for server in self.servers for note in server.notes]
         if self.salt != "none":
             whose = ", so outputs cannot be compared" if self.salt == "each" else ""
-            found.append(
+            notes.append(
                 "Every prompt gets a unique first line, because a server has a prompt cache that cannot be switched"
                 f" off{whose}."
             )
-        return found
+        return notes
 
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         return TargetModel(name=self.servers[0].model_name)
@@ -213,14 +213,14 @@ class ServerEngine(BenchEngine):
                 f"The server {spec.name} does not report how many tokens its answers have.",
                 "Add --target MODEL, whose tokenizer counts them.",
             )
-        found = []
+        notes = []
         if count.problem is not None:
-            found.append(f"{spec.name}: {count.problem}")
+            notes.append(f"{spec.name}: {count.problem}")
         elif self._tokenizer is None:
-            found.append(f"{spec.name}: token counts are the server's own; --target MODEL checks them.")
+            notes.append(f"{spec.name}: token counts are the server's own; --target MODEL checks them.")
         if len(answer.pieces) == 1 and count.tokens > 2:
-            found.append(f"{spec.name}: an answer comes in one chunk, so only its total time is known.")
-        return found
+            notes.append(f"{spec.name}: an answer comes in one chunk, so only its total time is known.")
+        return notes
 
     # -- the interface of engines --------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class ServerEngine(BenchEngine):
             )
         from specbench.generate import encode_messages
 
-        messages = [dict(each) for each in self.encode(prompt, []).said]
+        messages = [dict(message) for message in self.encode(prompt, []).messages]
         return len(encode_messages(self._tokenizer, messages, template=prompt.template))
 
     def generate(
@@ -297,18 +297,18 @@ class ServerEngine(BenchEngine):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        found = {}
+        lines = {}
         for number, (answer, attempts, arrived_s) in answers.items():
             asked = workload.request(number)
             of_request: Json = {"prompt": asked.name, "category": asked.category, "arrived_s": arrived_s}
             measured = self._measured(answer, attempts, server.speculation(answer, None))
-            found[number] = RequestLine.of(**measured, **of_request, queued_s=0.0)
+            lines[number] = RequestLine.of(**measured, **of_request, queued_s=0.0)
         meanwhile = await self._since(server, before)
         return Group(
-            requests=[found[number] for number in range(own)],
+            requests=[lines[number] for number in range(own)],
             clients=workload.clients,
             seconds=round(seconds, 9),
-            tokens=sum(each.new_tokens for each in found.values()),
+            tokens=sum(line.new_tokens for line in lines.values()),
             speculation=None if meanwhile is None else Speculation(**asdict(meanwhile)),
         )
 
@@ -323,10 +323,10 @@ class ServerEngine(BenchEngine):
         self, server: MeasuredServer, prompt: ServerPrompt, settings: Mapping[str, Any]
     ) -> tuple[StreamedAnswer, int]:
         """Return an answer and the number of attempts; a request is not repeated if its answer had begun."""
-        client, attempt = self._clients[server.spec.name], 1
+        client, attempt, settings = self._clients[server.spec.name], 1, {**settings, **prompt.template}
         while True:
             try:
-                return await client.ask(server.model, prompt.said, {**settings, **prompt.template}), attempt
+                return await client.ask(server.model, prompt.messages, settings), attempt
             except ServerError as error:
                 if not error.retry or attempt > _RETRIES:
                     raise
@@ -346,8 +346,8 @@ class ServerEngine(BenchEngine):
             return prompt
         whose = config.drafter if self.salt == "each" else ""
         line = f"[{zlib.crc32(f'{request.seed}/{whose}'.encode()):08x}]\n"
-        first, *rest = prompt.said
-        return prompt._replace(said=({**first, "content": line + first["content"]}, *rest))
+        first, *rest = prompt.messages
+        return prompt._replace(messages=({**first, "content": line + first["content"]}, *rest))
 
     async def _counters(self, server: MeasuredServer) -> SpeculationCounters | None:
         return await self._clients[server.spec.name].counters() if server.has_counters else None
@@ -408,8 +408,8 @@ class ServerEngine(BenchEngine):
         if answer.reasoned:
             last_s = max(piece.at_s for piece in answer.pieces if piece.reasoning)
             next_s = min((piece.at_s for piece in answer.pieces if piece.at_s > last_s), default=last_s)
-            said = self._tokenize(answer.said)
-            return (None, None) if said is None else (max(0, tokens - len(said)), (last_s + next_s) / 2)
+            reply = self._tokenize(answer.reply)
+            return (None, None) if reply is None else (max(0, tokens - len(reply)), (last_s + next_s) / 2)
         ids = answer.ids or self._tokenize(answer.text)
         if ids is None or self._tokenizer is None:
             return None, None
