@@ -53,6 +53,8 @@ def compare(
         raise UsageError(f"--fail-below is {fail_below:g}.", "Give a ratio above 0, such as 0.95.")
 
     if len(sides) == 2 and sides[1].endswith((".yaml", ".yml")):
+        if metric is not None or fail_below is not None:
+            raise UsageError("Published lengths are only shown.", "Leave --metric and --fail-below out.")
         return _beside_published(sides[0], Path(sides[1]), as_json=as_json)
     from specbench.results.compare import to_json
     from specbench.show.compare import comparison_parts

@@ -131,7 +131,7 @@ def shorter(summary: Summary) -> list[SimpleNamespace]:
         For each server, from γ = 1 to what was measured: ``config``, ``gamma``, ``tokens_per_step``, and ``speedup``,
         NaN unless its baseline drafts nothing.
     """
-    found = []
+    found, plain = [], {row.config.id for row in summary.rows if not (row.answers["drafted"] > 0).any()}
     for row in summary.rows:
         if not (row.is_server and row.reports_steps and row.steps["drafted"].any()):
             continue
@@ -140,8 +140,8 @@ def shorter(summary: Summary) -> list[SimpleNamespace]:
         kept = {g: (steps["emitted"] - 1).clip(upper=g).groupby(steps["output"]).sum() for g in gammas}
         emitted = {g: count + kept[g].reindex(answers.index).fillna(0.0) for g in gammas}
         tokens = {g: _per_step(emitted[g], count, answers["prompt"]) for g in gammas}
-        plain = not (summary.row(row.config.baseline).answers["drafted"] > 0).any()
-        time = tokens[gammas[-1]].value / row.speedup.value if plain and row.measured else math.nan
+        over_plain = row.measured and row.config.baseline in plain
+        time = tokens[gammas[-1]].value / row.speedup.value if over_plain else math.nan
         found += [
             SimpleNamespace(
                 config=row.config, gamma=g, tokens_per_step=tokens[g],
