@@ -40,7 +40,6 @@ from specbench.check.deviation import clean_rows, deviation, judge_deviations
 from specbench.check.greedy import (
     check_greedy,
     run_greedy,
-    run_plain,
 )
 from specbench.check.observe import observe, plainly
 from specbench.check.outputs import ExternalOutput, check_output, read_outputs
@@ -150,7 +149,7 @@ def test_what_no_draw_has_exercised_is_tested_too(table, monkeypatch):
     assert result_of(setup).verdict == "identical"
     monkeypatch.setattr(specbench.decoding.verify, "residual", lambda draft, p, i: p[i])
     result = result_of(setup)
-    assert all(each.accepted == each.drafted for each in result.greedy)
+    assert all(case.output.accepted == case.output.drafted for case in result.greedy)
     assert result.verdict == "wrong"
 
 
@@ -375,11 +374,11 @@ def test_transformers_own_answers_are_ours():
         known = replace(model, end_ids=ends)
         reference = reference_output(known, DecodingOptions(max_new_tokens=24), prompt)
         request = request_of(Scorer(model.model), LookupDrafter(), end_ids=ends, **asked)
-        result = check_greedy(request, "a", reference, run_plain(request))
+        result = check_greedy(request, "a", reference, run_greedy(plainly(request)))
         assert result.differences == {"plain": None, "transformers": None}
-        assert result.violations == ()
+        assert result.violations == []
         assert model.model.generation_config is own
-        assert max(result.deviations) < 1e-5
+        assert max(result.output.deviations) < 1e-5
 
 
 def test_transformers_answers_end_where_ours_do():

@@ -116,9 +116,9 @@ def test_without_drafts_nothing_is_vouched_for(check, more):
 def test_every_drafter_is_checked_with_every_rule(check, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     plain_runs = []
-    original = specbench.check.run.run_plain
+    original = specbench.check.run.plainly
     monkeypatch.setattr(
-        specbench.check.run, "run_plain", lambda request: plain_runs.append(request) or original(request)
+        specbench.check.run, "plainly", lambda request: plain_runs.append(request) or original(request)
     )
     asked = ("--drafter", "lookup", "--drafter", "self:layers=1", "--drafter", "none", "--gamma", "1..2",
              "--draft-policy", "fixed", "--draft-policy", "svip:threshold=0.4")  # fmt: skip

@@ -12,10 +12,13 @@ from specbench.options import NO_OPTIONS
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
+    from specbench.models.load import LanguageModel
     from specbench.models.target import Target
 
 
-def encode_conversation(target: Target, prompt: Prompt, answers: Sequence[Sequence[int]] = ()) -> list[int]:
+def encode_conversation(
+    target: Target | LanguageModel, prompt: Prompt, answers: Sequence[Sequence[int]] = ()
+) -> list[int]:
     """Return the token ids of a conversation up to the turn after the given answers.
 
     What was thought before an earlier answer is left out, as in chats. If the chat template has no role for a system

@@ -14,7 +14,7 @@ from specbench.backends.torch.parity import Difference, find_difference, first_d
 from specbench.base.record import Json
 from specbench.check.deviation import clean_rows, deviation, sample_columns
 from specbench.check.invariants import RunRules, Violation, checked
-from specbench.check.observe import greedily, plainly, scorer_of
+from specbench.check.observe import greedily, scorer_of
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
 
@@ -32,16 +32,15 @@ class GreedyOutput:
     """A greedy output and its logits.
 
     Attributes:
-        columns: Some of the logits before every token, float32 [columns] each.
         digests: Hash of all bits of the logits before every token.
-        clean: The same columns of a clean forward over the output; for plain decoding only.
+        deviations: Deviation of these logits from those of one clean forward over the output.
+        violations: Violated invariants.
         steps, drafted, accepted: Counts of the run.
     """
 
     tokens: list[int] = field(default_factory=list)
-    columns: list[torch.Tensor] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
-    clean: list[torch.Tensor] = field(default_factory=list)
+    deviations: list[float] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
     steps: int = 0
     drafted: int = 0
@@ -53,24 +52,27 @@ class GreedyResult:
     """The result for one prompt.
 
     Attributes:
-        tokens: Length of the speculative output.
-        steps, drafted, accepted: Counts of the speculative run.
+        output, plain: What speculative and plain decoding gave.
         differences: The first difference from each output that it was compared with; ``None`` for none.
-        violations: Violated invariants of both generations, the speculative one first.
-        deviations, plain_deviations: Deviation of each row of logits from a clean forward, speculative and plain.
-        bitwise: For each row that both generations computed after the same tokens, whether its bits are equal.
     """
 
     prompt: str
-    tokens: int
-    steps: int
-    drafted: int
-    accepted: int
+    output: GreedyOutput
+    plain: GreedyOutput
     differences: Mapping[Against, Difference | None]
-    violations: tuple[Violation, ...]
-    deviations: tuple[float, ...]
-    plain_deviations: tuple[float, ...]
-    bitwise: tuple[bool, ...]
+
+    @property
+    def violations(self) -> list[Violation]:
+        """Violated invariants of both generations, the speculative one first."""
+        return [*self.output.violations, *self.plain.violations]
+
+    @property
+    def bitwise(self) -> list[bool]:
+        """For each row of logits that both generations computed after the same tokens, whether its bits are equal."""
+        differs_at = first_difference(self.output.tokens, self.plain.tokens)
+        rows = None if differs_at is None else differs_at + 1  # the row of the difference included
+        both = zip(self.output.digests[:rows], self.plain.digests[:rows], strict=False)
+        return [digest == other for digest, other in both]
 
 
 def verdict_of(difference: Difference | None) -> Verdict:
@@ -100,26 +102,22 @@ def difference_json(difference: Difference, piece: Piece | None) -> Json:
 
 
 def run_greedy(request: Request) -> GreedyOutput:
-    """Decode a request greedily and record the logits."""
+    """Decode a request greedily, and compare its logits with those of a clean forward over the output."""
     request = greedily(request)
     rules, out = RunRules(request), GreedyOutput()
+    columns: list[torch.Tensor] = []  # some of the logits before every token
     for seen in checked(request, rules, out.violations):
         if isinstance(seen.record, Step):
             out.steps += 1
             out.drafted += seen.record.gamma
             out.accepted += seen.record.accepted
         for row in seen.decision_logits:
-            out.columns.append(sample_columns(row))
+            columns.append(sample_columns(row))
             out.digests.append(_digest(row))
         out.tokens += seen.tokens
+    clean = map(sample_columns, clean_rows(scorer_of(request), request.prompt, out.tokens))
+    out.deviations = list(map(deviation, columns, clean))
     return out
-
-
-def run_plain(request: Request) -> GreedyOutput:
-    """Decode a request plainly, and run a clean forward over the output."""
-    output = run_greedy(plainly(request))
-    output.clean = _clean_columns(request, output)
-    return output
 
 
 def check_greedy(
@@ -129,37 +127,18 @@ def check_greedy(
 
     Args:
         reference: Tokens of ``reference_output``; ``None`` for no comparison.
-        plain: Result of ``run_plain`` with the same target, cache and stop rules.
+        plain: Result of plain decoding with the same target, cache and stop rules.
     """
-    speculative = run_greedy(request)
-    differs_at = first_difference(speculative.tokens, plain.tokens)
-    clean = plain.clean if differs_at is None else _clean_columns(request, speculative)
-    shared = len(plain.tokens) if differs_at is None else differs_at + 1  # the row of the difference included
-    bits = zip(speculative.digests[:shared], plain.digests[:shared], strict=False)
+    output = run_greedy(request)
     sampling, target = RunRules(greedily(request)).sampling, scorer_of(request)
 
     def difference(other: Sequence[int]) -> Difference | None:
-        return find_difference(target, request.prompt, speculative.tokens, other, sampling)
+        return find_difference(target, request.prompt, output.tokens, other, sampling)
 
     differences: dict[Against, Difference | None] = {"plain": difference(plain.tokens)}
     if reference is not None:
         differences["transformers"] = difference(reference)
-    return GreedyResult(
-        prompt=name,
-        tokens=len(speculative.tokens),
-        steps=speculative.steps,
-        drafted=speculative.drafted,
-        accepted=speculative.accepted,
-        differences=differences,
-        violations=(*speculative.violations, *plain.violations),
-        deviations=tuple(map(deviation, speculative.columns, clean)),
-        plain_deviations=tuple(map(deviation, plain.columns, plain.clean)),
-        bitwise=tuple(first == second for first, second in bits),
-    )
-
-
-def _clean_columns(request: Request, output: GreedyOutput) -> list[torch.Tensor]:
-    return list(map(sample_columns, clean_rows(scorer_of(request), request.prompt, output.tokens)))
+    return GreedyResult(name, output, plain, differences)
 
 
 def _digest(row: torch.Tensor) -> bytes:

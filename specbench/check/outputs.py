@@ -6,7 +6,7 @@ The format is one JSON object per line (docs/check.md). Reading needs no model; 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import msgspec
@@ -18,6 +18,9 @@ from specbench.base.record import Json
 from specbench.check.deviation import clean_rows
 from specbench.check.greedy import Piece, Verdict, count_verdicts, difference_json, worst
 from specbench.decoding.sampling import Sampling
+from specbench.generate import encode_prompt
+from specbench.models.target import Target
+from specbench.options import TemplateOptions
 
 _LINE = 'Write {"prompt": text or ids, "token_ids": [...]} in each line.'
 
@@ -58,24 +61,20 @@ class OutputResult:
         return "numerical tie" if self.ties else "identical"
 
 
-def verdict_on(outputs: Sequence[OutputResult]) -> Verdict:
-    """Return the verdict on all outputs."""
-    return worst([each.verdict for each in outputs] or ["nothing tested"])
-
-
 def outputs_json(outputs: Sequence[OutputResult], piece: Piece | None) -> Json:
     """Return the results as JSON data. ``piece`` gives the texts of tokens; ``None`` leaves them out."""
+    verdicts = [output.verdict for output in outputs]
     return {
-        **count_verdicts([each.verdict for each in outputs]),
-        "verdict": verdict_on(outputs),
-        "tokens": sum(each.tokens for each in outputs),
+        **count_verdicts(verdicts),
+        "verdict": worst(verdicts or ["nothing tested"]),
+        "tokens": sum(output.tokens for output in outputs),
         "outputs": [
             {
-                "verdict": each.verdict,
-                **asdict(each),
-                "first": each.first and difference_json(each.first, piece),
+                "verdict": output.verdict,
+                **asdict(output),
+                "first": output.first and difference_json(output.first, piece),
             }
-            for each in outputs
+            for output in outputs
         ],
     }
 
@@ -86,8 +85,8 @@ def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> dict[int, 
     Raises:
         UsageError: A line does not have the format.
     """
-    found: dict[int, ExternalOutput] = {}
-    for number, line in [each for each in enumerate(lines, 1) if each[1].strip()][:limit]:
+    outputs: dict[int, ExternalOutput] = {}
+    for number, line in [(number, line) for number, line in enumerate(lines, 1) if line.strip()][:limit]:
         try:
             output = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=ExternalOutput)
         except (ValueError, RecursionError) as error:  # syntax, encoding, thousands of nested lists
@@ -95,25 +94,50 @@ def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> dict[int, 
         for name, value in (("prompt", output.prompt), ("token_ids", output.token_ids)):
             if not (value.strip() if isinstance(value, str) else value):
                 raise UsageError(f'In line {number} "{name}" is empty.', _LINE)
-        found[number] = output
-    return found
+        outputs[number] = output
+    return outputs
 
 
-def refuse_misfit(
-    line: int, prompt: Sequence[int], output: Sequence[int], vocab_size: int, limit: int | None
-) -> None:
-    """Raise ``UsageError`` for an output that the target cannot score."""
-    unknown = next((token for token in (*prompt, *output) if not 0 <= token < vocab_size), None)
-    if unknown is not None:
-        raise UsageError(
-            f"Line {line} contains {unknown}, but the target has the tokens 0 to {vocab_size - 1}.",
-            "Give the target that made it.",
-        )
-    if limit is not None and len(prompt) + len(output) - 1 > limit:
-        raise UsageError(
-            f"Prompt and output of line {line} are longer than the target's context ({limit}).",
-            "Leave it out.",
-        )
+def check_outputs(
+    target: Target,
+    outputs: Mapping[int, ExternalOutput],
+    sampling: Sampling,
+    end_ids: Sequence[int],
+    template: TemplateOptions,
+) -> Iterator[OutputResult]:
+    """Return an iterator that scores outputs, by line; see ``check_output``.
+
+    Args:
+        template: What the chat template is told, for prompts that are texts.
+
+    Raises:
+        UsageError: The target cannot score one of them. Nothing is scored then.
+    """
+    vocab, limit = min(target.vocab_size, target.scorer.embeddings), target.scorer.context_limit
+    prompts: dict[int, Sequence[int]] = {}
+    for line, output in outputs.items():
+        if not isinstance(output.prompt, str):
+            prompts[line] = output.prompt
+        elif target.tokenizer is None:
+            raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
+        else:
+            prompts[line] = encode_prompt(target.tokenizer, output.prompt, template=template)
+        whole = [*prompts[line], *output.token_ids]
+        unknown = next((token for token in whole if not 0 <= token < vocab), None)
+        if unknown is not None:
+            raise UsageError(
+                f"Line {line} contains {unknown}, but the target has the tokens 0 to {vocab - 1}.",
+                "Give the target that made it.",
+            )
+        if limit is not None and len(whole) - 1 > limit:
+            raise UsageError(
+                f"Prompt and output of line {line} are longer than the target's context ({limit}).",
+                "Leave it out.",
+            )
+    return (
+        check_output(target.scorer, line, output, prompts[line], sampling, end_ids)
+        for line, output in outputs.items()
+    )
 
 
 def check_output(
@@ -134,7 +158,7 @@ def check_output(
     Raises:
         RunError: The logits contain NaN.
     """
-    found: list[Difference] = []
+    differences: list[Difference] = []
     output = given.token_ids
     sampling = sampling.at(len(prompt), None, end_ids)
     for position, row in enumerate(clean_rows(target, prompt, output)):
@@ -142,8 +166,9 @@ def check_output(
         best = sampling.choose(row.unsqueeze(0), context)[0]
         scores = sampling.scores(row.unsqueeze(0), context)[0]
         if float(scores[output[position]]) != float(scores[best]):
-            found.append(difference_at(position, (output[position], best), scores, target.rounding))
-    wrong = [each for each in found if not each.numerical_tie]
+            differences.append(difference_at(position, (output[position], best), scores, target.rounding))
+    wrong = [difference for difference in differences if not difference.numerical_tie]
     after_end = next((i for i, token in enumerate(output[:-1]) if token in end_ids), None)
-    name, first = str(line if given.id is None else given.id), next(iter([*wrong, *found]), None)
-    return OutputResult(line, name, len(output), first, len(found) - len(wrong), len(wrong), after_end)
+    name, first = str(line if given.id is None else given.id), next(iter([*wrong, *differences]), None)
+    ties = len(differences) - len(wrong)
+    return OutputResult(line, name, len(output), first, ties, len(wrong), after_end)

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 from specbench.base.textsafe import counted, visible
-from specbench.check.greedy import Against, Piece, verdict_of, worst
+from specbench.check.greedy import Against, Piece, verdict_of
 from specbench.check.outputs import OutputResult
-from specbench.check.run import Checked, DecodingCheck
+from specbench.check.run import Checked, DecodingCheck, verdict_on
 from specbench.show.document import Items, Paragraph, Part, Sheet
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def check_parts(
 
 def _headline(results: Sequence[DecodingCheck]) -> str:
     prompts = max(len(result.greedy) for result in results)
-    tokens = max(sum(each.tokens for each in result.greedy) for result in results)
+    tokens = max(result.tokens for result in results)
     on = f"({_count(prompts, 'prompt')}, {_count(tokens, 'token')})"
-    verdict = worst([result.verdict for result in results])
+    verdict = verdict_on(results)
     label, several = results[0].label, len(results) > 1
     if verdict == "wrong":
         number = sum(result.verdict == "wrong" for result in results)
@@ -94,7 +94,7 @@ def _comparison_table(results: Sequence[DecodingCheck]) -> Sheet:
 
 def _findings(result: DecodingCheck) -> Iterator[tuple[Checked, str, str, str]]:
     """Yield the findings on one configuration as rows: what was checked, on what, the finding, the verdict."""
-    on = f"{_count(len(result.greedy), 'prompt')}, {_count(sum(r.tokens for r in result.greedy), 'token')}"
+    on = f"{_count(len(result.greedy), 'prompt')}, {_count(result.tokens, 'token')}"
     verdicts = result.verdicts
     for against in ("plain", "transformers"):
         # With samples they are of interest only if they differ.

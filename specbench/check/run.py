@@ -19,14 +19,15 @@ from specbench.check.greedy import (
     check_greedy,
     count_verdicts,
     difference_json,
-    run_plain,
+    run_greedy,
     verdict_of,
     worst,
 )
 from specbench.check.invariants import Violation
-from specbench.check.observe import scorer_of
+from specbench.check.observe import plainly, scorer_of
 from specbench.check.sampled import ExactCase, check_exact
 from specbench.decoding.request import Request
+from specbench.loaded import LoadedRecipe
 from specbench.specs.policies import PolicySpec
 
 Checked = Literal["plain", "transformers", "logits", "steps", "exact"]
@@ -45,8 +46,8 @@ class DecodingCheck:
         references: Outputs of ``transformers`` by name; empty for no comparison.
         no_transformers: Why there are none; ``None`` if there are.
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
-        plain_outputs: Outputs of plain decoding so far, by name; new ones are added. Checks with the same target, cache
-            and stop rules can share it.
+        plain_outputs: Outputs of plain decoding so far, by name. Checks with the same target, cache and stop rules
+            share it.
         greedy: One result per prompt.
         exact: One result per prompt; empty for greedy decoding.
         complete: Whether all cases are checked.
@@ -69,7 +70,7 @@ class DecodingCheck:
         for done, (name, request) in enumerate(self.requests.items()):
             yield done
             if name not in self.plain_outputs:
-                self.plain_outputs[name] = run_plain(request)
+                self.plain_outputs[name] = run_greedy(plainly(request))
             plain = self.plain_outputs[name]
             self.greedy.append(check_greedy(request, name, self.references.get(name), plain))
             if self.sampled:
@@ -108,8 +109,8 @@ class DecodingCheck:
     @property
     def deviations(self) -> DeviationResult | None:
         """Of the logits; ``None`` before there are any."""
-        speculative = [value for each in self.greedy for value in each.deviations]
-        plain = [value for each in self.greedy for value in each.plain_deviations]
+        speculative = [value for result in self.greedy for value in result.output.deviations]
+        plain = [value for result in self.greedy for value in result.plain.deviations]
         return judge_deviations(speculative, plain, scorer_of(self._first).rounding)
 
     @property
@@ -121,12 +122,18 @@ class DecodingCheck:
             return sum(
                 each.kind in ("tested", "enumerated") for case in self.exact for each in case.positions
             )
-        return sum(each.drafted for each in self.greedy)
+        return sum(result.output.drafted for result in self.greedy)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all greedy outputs."""
+        return sum(len(result.output.tokens) for result in self.greedy)
 
     @property
     def bitwise(self) -> tuple[int, int]:
         """Rows of logits that plain and speculative decoding share, and those of them that are bitwise equal."""
-        return sum(len(each.bitwise) for each in self.greedy), sum(sum(each.bitwise) for each in self.greedy)
+        rows = [equal for result in self.greedy for equal in result.bitwise]
+        return len(rows), sum(rows)
 
     @property
     def violations(self) -> list[tuple[str, Violation]]:
@@ -137,7 +144,7 @@ class DecodingCheck:
     @property
     def steps(self) -> int:
         """Steps of speculative decoding that were checked."""
-        return sum(each.steps for each in self.greedy) + sum(each.steps for each in self.exact)
+        return sum(result.output.steps for result in self.greedy) + sum(case.steps for case in self.exact)
 
     @property
     def largest_error(self) -> float:
@@ -182,9 +189,9 @@ class DecodingCheck:
             "complete": self.complete,
             "greedy": {
                 "prompts": len(self.greedy),
-                "tokens": sum(each.tokens for each in self.greedy),
-                "drafted": sum(each.drafted for each in self.greedy),
-                "accepted": sum(each.accepted for each in self.greedy),
+                "tokens": self.tokens,
+                "drafted": sum(result.output.drafted for result in self.greedy),
+                "accepted": sum(result.output.accepted for result in self.greedy),
                 "against_plain": self._comparison("plain", piece),
                 "against_transformers": transformers,
                 "not_compared": self.no_transformers,
@@ -202,21 +209,50 @@ class DecodingCheck:
         }
 
     def _comparison(self, against: Against, piece: Piece | None) -> Json:
-        found = []
-        for result in self.greedy:
-            if (difference := result.differences.get(against)) is not None:
-                verdict = {"prompt": result.prompt, "verdict": verdict_of(difference)}
-                found.append({**verdict, **difference_json(difference, piece)})
-        counts = count_verdicts([*map(verdict_of, self.differences(against))])
-        return {**counts, "differences": found}
+        differences = [
+            {"prompt": result.prompt, "verdict": verdict_of(difference)} | difference_json(difference, piece)
+            for result in self.greedy
+            if (difference := result.differences.get(against)) is not None
+        ]
+        return {**count_verdicts([*map(verdict_of, self.differences(against))]), "differences": differences}
 
     def _exact(self) -> Json:
-        positions = [each for case in self.exact for each in case.positions]
-        worst_position = max(positions, key=lambda each: each.error, default=None)
+        positions = [position for case in self.exact for position in case.positions]
+        worst_position = max(positions, key=lambda position: position.error, default=None)
         return {
             "sound": all(case.sound for case in self.exact),
             "steps": sum(case.steps for case in self.exact),
-            "positions": dict(Counter(each.kind for each in positions)),
+            "positions": dict(Counter(position.kind for position in positions)),
             "largest_error": self.largest_error,
             "at": worst_position and asdict(worst_position),
         }
+
+
+def checks_of(
+    recipes: Sequence[LoadedRecipe],
+    prompts: Mapping[str, Sequence[int]],
+    references: Mapping[str, Sequence[int]],
+    no_transformers: str | None,
+) -> list[DecodingCheck]:
+    """Return a check for each recipe, which share their target. For the arguments see ``DecodingCheck``."""
+    plain_outputs: dict[str, GreedyOutput] = {}
+    return [
+        DecodingCheck(
+            {name: recipe.request(ids) for name, ids in prompts.items()},
+            references,
+            no_transformers,
+            bit_exact=recipe.target.bit_exact,
+            plain_outputs=plain_outputs,
+        )
+        for recipe in recipes
+    ]
+
+
+def verdict_on(checks: Sequence[DecodingCheck]) -> Verdict:
+    """Return the verdict on several configurations together."""
+    return worst([check.verdict for check in checks])
+
+
+def checks_json(checks: Sequence[DecodingCheck], piece: Piece | None) -> Json:
+    """Return the results as JSON data; see ``DecodingCheck.to_dict``."""
+    return {"verdict": verdict_on(checks), "configurations": [check.to_dict(piece) for check in checks]}

@@ -27,12 +27,11 @@ def check(
     ctx: typer.Context,
     *,
     checked: CheckedOptions,
-    chat: opt.ChatOption = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     drafting: opt.PoliciesOptions,
     decoding: Annotated[
         DecodingOptions,
-        opt.Fields(without=("stop",), max_new_tokens=64),
+        opt.Fields(without=("stop", "format"), max_new_tokens=64),
     ],
     caching: CacheOptions,
     sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
@@ -51,11 +50,11 @@ def check(
     else:
         recipes, notes = _requested(with_cache(ctx, asked), checked, drafting)
     with starting(checked.quiet):
-        from specbench.cli.check_run import check_outputs, check_recipes
+        from specbench.cli.check_run import check_finished, check_recipes
     if checked.outputs is not None:
-        code = check_outputs(checked, recipes[0], chat)
+        code = check_finished(checked, recipes[0])
     else:
-        code = check_recipes(checked, recipes, notes, chat)
+        code = check_recipes(checked, recipes, notes)
     if code:
         raise typer.Exit(code)
 
