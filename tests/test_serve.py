@@ -176,6 +176,8 @@ def test_a_text_is_what_the_decoder_alone_makes_of_it(serving):
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == used(expected)
     assert answer["model"] == target().name
+    named = serving.text(prompt="the thing and the thing", return_token_ids=True)
+    assert named["choices"][0]["token_ids"] == list(expected.token_ids)
     tokens = tiny_tokenizer()("the thing and the thing")["input_ids"]
     assert serving.text(prompt=tokens)["choices"] == answer["choices"]
 
@@ -196,6 +198,14 @@ def test_the_official_client_chats_at_once_and_in_a_stream(client):
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.model_dump(exclude_none=True) == used(expected)
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    named = client.chat.completions.create(**asked, extra_body={"return_token_ids": True})
+    ids = [
+        token
+        for chunk in named
+        for choice in chunk.choices
+        for token in (choice.model_extra or {})["token_ids"]
+    ]
+    assert ids == list(expected.token_ids)
     again: Any = [*messages, whole.choices[0].message, {"role": "user", "content": "and?"}]
     assert client.chat.completions.create(model=target().name, messages=again, max_tokens=3).usage is not None
     asked |= {"tools": [{"type": "function", "function": {"name": "now"}}]}

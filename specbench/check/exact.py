@@ -112,7 +112,7 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
         q: The drafter's distributions, in the same shape.
     """
     chain = not verification.takes_trees
-    found = torch.zeros(p.shape[-1], p.shape[-1], dtype=torch.float64)
+    emitted = torch.zeros(p.shape[-1], p.shape[-1], dtype=torch.float64)
     logits = p.log()
     sampling = Sampling(1.0)
     p = sampling.probabilities(logits, ()).double()
@@ -127,11 +127,11 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
         rows = logits[[0, *(int(parent < 0) for parent in tree.parents)]]
         tokens = verification.judge(draft, rows, (), sampling, random).tokens
         if len(tokens) > 1:
-            found[tokens[0], tokens[1]] += random.weight
+            emitted[tokens[0], tokens[1]] += random.weight
         else:
-            found[tokens[0]] += random.weight * p[1] / p[1].sum()
+            emitted[tokens[0]] += random.weight * p[1] / p[1].sum()
         outcomes = random.next()
-    return total_variation(found.flatten(), torch.outer(p[0], p[1]).flatten())
+    return total_variation(emitted.flatten(), torch.outer(p[0], p[1]).flatten())
 
 
 class ForcedRandomness(Randomness):

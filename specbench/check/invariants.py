@@ -80,17 +80,17 @@ class RunRules:
 
 
 def checked(
-    request: Request, rules: RunRules, found: list[Violation], *, forcing: bool = False
+    request: Request, rules: RunRules, violations: list[Violation], *, forcing: bool = False
 ) -> Iterator[Observation]:
-    """Decode a request, yield what was observed (see ``observe``), and add to ``found`` what it violates."""
+    """Decode a request, yield what was observed (see ``observe``), and add to ``violations`` what it violates."""
     before: Observation | None = None
     output: list[int] = []
     for seen in observe(request, forcing=forcing):
-        found += _check_observation(seen, before, rules)
+        violations += _check_observation(seen, before, rules)
         yield seen
         output += seen.tokens
         before = seen
-    found += _check_run(output, None if before is None else before.record.finish_reason, rules)
+    violations += _check_run(output, None if before is None else before.record.finish_reason, rules)
 
 
 def _check_observation(seen: Observation, before: Observation | None, rules: RunRules) -> list[Violation]:
@@ -138,9 +138,9 @@ def _check_caches(seen: Observation, before: Observation | None) -> Complaints:
     if seen.target_cache is None:
         return
     verified = 0 if before is None else before.target_cache or 0
-    for each in seen.forwards:
-        if each.cached_len != verified:
-            yield "cache", f"the target's cache has {each.cached_len} tokens, {verified} of them verified"
+    for forward in seen.forwards:
+        if forward.cached_len != verified:
+            yield "cache", f"the target's cache has {forward.cached_len} tokens, {verified} of them verified"
 
 
 def _check_draft(seen: Observation, rules: RunRules) -> Complaints:
@@ -272,15 +272,15 @@ def target_distributions(seen: Observation, sampling: Sampling) -> torch.Tensor:
 
 def _check_run(output: Sequence[int], finish_reason: str | None, rules: RunRules) -> list[Violation]:
     """Return the violations of a finished run as a whole: where and why it ended."""
-    found = []
+    violations = []
     for end in range(1, len(output)):
         if (reason := rules.finish_reason(output[:end])) is not None:
-            found.append(
+            violations.append(
                 Violation("stop", None, f"the output continues after token {end}, its end ({reason})")
             )
             break
     expected = rules.finish_reason(output)
     if finish_reason != expected:
         reasons = f"{finish_reason or 'nothing'} instead of {expected or 'nothing'}"
-        found.append(Violation("stop", None, f"the output was ended by {reasons}"))
-    return found
+        violations.append(Violation("stop", None, f"the output was ended by {reasons}"))
+    return violations

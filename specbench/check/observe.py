@@ -217,11 +217,11 @@ def observe(request: Request, *, forcing: bool = False) -> Iterator[Observation]
     )
     models = scorers_of(request.drafter)
     decoding = decode(recorded, Stopwatch(clock_for(str(target.device))))
-    for each in decoding:
-        while isinstance(each, ForwardRequest):
-            each = decoding.send(_run_forward(each, target, recorder))
+    for record in decoding:
+        while isinstance(record, ForwardRequest):
+            record = decoding.send(_run_forward(record, target, recorder))
         seen = recorder.seen
-        seen.record = each
+        seen.record = record
         seen.target_cache = None if isinstance(target.cache, NoKVCache) else target.cache.length
         seen.drafter_caches = tuple(scorer.cached_len for scorer in models)
         recorder.seen = Observation((*seen.context, *seen.tokens))

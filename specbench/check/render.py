@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 from specbench.base.textsafe import counted, visible
+from specbench.check.bias import LEVEL, POWER
 from specbench.check.greedy import Against, Piece, verdict_of
 from specbench.check.outputs import OutputResult
 from specbench.check.run import Checked, DecodingCheck, verdict_on
@@ -14,6 +15,7 @@ from specbench.show.document import Items, Paragraph, Part, Sheet
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
+    from specbench.check.servers import ServerCheck
 
 _MAX_SHOWN = 20
 _STYLES = {
@@ -83,10 +85,10 @@ def _headline(results: Sequence[DecodingCheck]) -> str:
 
 def _comparison_table(results: Sequence[DecodingCheck]) -> Sheet:
     """Return a row for each configuration, with the verdicts on its findings."""
-    found = [{name: verdict for name, _, _, verdict in _findings(result)} for result in results]
-    columns = [name for name in get_args(Checked) if any(name in cells for cells in found)]
+    tables = [{name: verdict for name, _, _, verdict in _findings(result)} for result in results]
+    columns = [name for name in get_args(Checked) if any(name in cells for cells in tables)]
     rows = []
-    for result, cells in zip(results, found, strict=True):
+    for result, cells in zip(results, tables, strict=True):
         verdict = result.verdict if result.complete else "interrupted"
         rows.append([result.label, *(cells.get(column, "–") for column in columns), verdict])
     return _table(["configuration", *columns, "verdict"], rows)
@@ -104,15 +106,15 @@ def _findings(result: DecodingCheck) -> Iterator[tuple[Checked, str, str, str]]:
             else:
                 yield (against, "not compared", str(result.no_transformers), "–")
     sound = {part: "sound" if verdict == "identical" else verdict for part, verdict in verdicts.items()}
-    if (each := result.deviations) is not None:
+    if (deviations := result.deviations) is not None:
         rows, equal = result.bitwise
-        found = f"up to {100 * each.largest:.2g}% off" if each.largest else "the same bits"
+        finding = f"up to {100 * deviations.largest:.2g}% off" if deviations.largest else "the same bits"
         if result.bit_exact:
-            found = f"{equal:,} of {rows:,} equal bit for bit"
-        yield ("logits", _count(each.rows, "row"), found, sound["logits"])
+            finding = f"{equal:,} of {rows:,} equal bit for bit"
+        yield ("logits", _count(deviations.rows, "row"), finding, sound["logits"])
     broken = len(result.violations)
-    found = _count(broken, "violation") if broken else "all invariants hold"
-    yield ("steps", _count(result.steps, "step"), found, sound["steps"])
+    finding = _count(broken, "violation") if broken else "all invariants hold"
+    yield ("steps", _count(result.steps, "step"), finding, sound["steps"])
     if result.exact:
         places = sum(len(case.positions) for case in result.exact)
         error = f"total variation {result.largest_error:.0e}"
@@ -120,7 +122,7 @@ def _findings(result: DecodingCheck) -> Iterator[tuple[Checked, str, str, str]]:
 
 
 def _outcomes(result: DecodingCheck, against: Against) -> str:
-    verdicts = [verdict_of(each) for each in result.differences(against)]
+    verdicts = [verdict_of(difference) for difference in result.differences(against)]
     parts = [f"{verdicts.count('identical')} identical"]
     if ties := verdicts.count("numerical tie"):
         parts.append(_count(ties, "numerical tie"))
@@ -134,20 +136,22 @@ def _outcomes(result: DecodingCheck, against: Against) -> str:
 
 def _details(result: DecodingCheck, dtype: str, piece: Piece | None) -> Iterator[Part]:
     """Yield differing outputs, violations and wrong distributions."""
-    found = [
+    differences = [
         (case.prompt, against, difference)
         for case in result.greedy
         for against, difference in case.differences.items()
         if difference is not None
     ]
-    found.sort(key=lambda row: row[2].numerical_tie)  # wrong ones first
+    differences.sort(key=lambda row: row[2].numerical_tie)  # wrong ones first
     rows = [
-        [prompt, against, *_difference_cells(each, piece), verdict_of(each)]
-        for prompt, against, each in found[:_MAX_SHOWN]
+        [prompt, against, *_difference_cells(difference, piece), verdict_of(difference)]
+        for prompt, against, difference in differences[:_MAX_SHOWN]
     ]  # fmt: skip
     if rows:
         places = ["prompt", "against", "position", "this: logit", "other: logit"]
-        yield _table([*places, f"gap ({dtype} units)", "verdict"], rows, left=(1, 3, 4), more=len(found))
+        yield _table(
+            [*places, f"gap ({dtype} units)", "verdict"], rows, left=(1, 3, 4), more=len(differences)
+        )
     violations = [
         f"{violation.invariant}: {prompt}{'' if violation.step is None else f', step {violation.step}'}:"
         f" {violation.message}"
@@ -171,32 +175,73 @@ def outputs_parts(
     outputs: Sequence[OutputResult], *, complete: bool, dtype: str, piece: Piece | None
 ) -> list[Part]:
     """Return the result of a check of outputs from elsewhere. For the arguments see ``check_parts``."""
-    verdicts = [each.verdict for each in outputs]
+    verdicts = [output.verdict for output in outputs]
     ties = _count(verdicts.count("numerical tie"), "numerical tie")
     counts = f"{verdicts.count('identical')} identical, {ties}, {verdicts.count('wrong')} wrong"
-    tokens = _count(sum(each.tokens for each in outputs), "token")
+    tokens = _count(sum(output.tokens for output in outputs), "token")
     parts: list[Part] = [Paragraph(f"{_count(len(outputs), 'output')} with {tokens}: {counts}.", "bold")]
     if not complete:
         parts.append(_INTERRUPTED)
     rows = []
-    differing = [each for each in outputs if each.verdict != "identical"]
-    for each in sorted(differing, key=lambda each: (each.verdict != "wrong", each.line))[:_MAX_SHOWN]:
-        cells = ["", "", "", ""] if each.first is None else _difference_cells(each.first, piece)
-        rows.append([str(each.line), each.id, *cells, f"{each.ties}, {each.wrong}", each.verdict])
+    differing = [output for output in outputs if output.verdict != "identical"]
+    for output in sorted(differing, key=lambda output: (output.verdict != "wrong", output.line))[:_MAX_SHOWN]:
+        cells = ["", "", "", ""] if output.first is None else _difference_cells(output.first, piece)
+        rows.append([str(output.line), output.id, *cells, f"{output.ties}, {output.wrong}", output.verdict])
     if rows:
         logits, gap = ("this: logit", "target's: logit"), f"gap ({dtype} units)"
         headings = ["line", "id", "position", *logits, gap, "ties, wrong", "verdict"]
         parts.append(_table(headings, rows, left=(1, 3, 4), more=len(differing)))
     endless = [
-        f"line {each.line}: it continues after the end token at position {each.after_end + 1}"
-        for each in outputs
-        if each.after_end is not None
+        f"line {output.line}: it continues after the end token at position {output.after_end + 1}"
+        for output in outputs
+        if output.after_end is not None
     ]
     parts.append(_list("Outputs that do not end", endless))
     return parts
 
 
-# -- parts of both ---------------------------------------------------------------------------------
+# -- servers ---------------------------------------------------------------------------------------
+
+
+def server_parts(check: ServerCheck) -> list[Part]:
+    """Return what a check of a server's sampled output has found."""
+    result, verdict, drafted = check.result, check.verdict, check.drafted
+    counts = [_count(check.done * len(check.prompts), "answer"), _count(check.positions, "position")]
+    counts += [] if drafted is None else [_count(drafted, "draft token")]
+    on = ", ".join(counts)
+    against = {
+        "server": "the other server",
+        "target": "the target",
+        "log probabilities": "its log probabilities",
+    }
+    other = against[check.against]
+    if result is None:
+        sentence = f"Too few positions: no round of answers is complete ({on})."
+    elif verdict == "biased":
+        how = {True: ": likely tokens are too frequent", False: ": likely tokens are too rare", None: ""}
+        sentence = (
+            f"BIASED: sampled output differs from {other}{how[result.peaked]}, p = {result.p:.2g} ({on})."
+        )
+    elif verdict == "no deviation":
+        share = f"{100 * (result.detectable or 0):.2g}%"
+        sentence = f"No deviation from {other} above {share} of the probability mass ({POWER:.0%}): {on}."
+    elif check.hardly_drafted:
+        sentence = f"Too few positions: hardly anything was drafted ({on})."
+    else:
+        sentence = f"Too few positions: not even a large deviation would have been found ({on})."
+    parts: list[Part] = [Paragraph(sentence, "bold")]
+    if not check.complete:
+        parts.append(_INTERRUPTED)
+    if drafted is None and verdict == "no deviation":
+        parts.append(Paragraph("The server does not report its drafts: this holds only if it speculates."))
+    if check.first is not None and check.first.p <= LEVEL:
+        what = "First tokens, which are never drafted, differ as well"
+        why = "another model, chat template or setting of sampling, whatever the drafts do"
+        parts.append(Paragraph(f"{what} (p = {check.first.p:.2g}): {why}."))
+    return parts
+
+
+# -- parts of all ----------------------------------------------------------------------------------
 
 
 def _table(
@@ -217,10 +262,10 @@ def _list(heading: str, lines: Sequence[str]) -> Items:
     return Items([*lines[:_MAX_SHOWN], *more], f"{heading}:")
 
 
-def _difference_cells(found: Difference, piece: Piece | None) -> list[str]:
+def _difference_cells(difference: Difference, piece: Piece | None) -> list[str]:
     """Return the cells of a position, counted from 1, of the two tokens there, and of their gap."""
-    cells = [str(found.position + 1)]
-    for token, logit in zip(found.tokens, found.logits, strict=True):
+    cells = [str(difference.position + 1)]
+    for token, logit in zip(difference.tokens, difference.logits, strict=True):
         text = "" if token is None or piece is None else f" '{visible(piece(token))}'"
         cells.append(f"{'(end)' if token is None else token}{text}: {logit:.7g}")
-    return [*cells, f"{found.gap:.3g} ({found.gap_units:.3g})"]
+    return [*cells, f"{difference.gap:.3g} ({difference.gap_units:.3g})"]

@@ -120,7 +120,9 @@ class DecodingCheck:
             return len(self.exact) + len(self.differences("transformers"))
         if self.sampled:
             return sum(
-                each.kind in ("tested", "enumerated") for case in self.exact for each in case.positions
+                position.kind in ("tested", "enumerated")
+                for case in self.exact
+                for position in case.positions
             )
         return sum(result.output.drafted for result in self.greedy)
 
@@ -139,7 +141,7 @@ class DecodingCheck:
     def violations(self) -> list[tuple[str, Violation]]:
         """All violated invariants, with the prompt's id."""
         results: list[GreedyResult | ExactCase] = [*self.greedy, *self.exact]
-        return [(each.prompt, found) for each in results for found in each.violations]
+        return [(result.prompt, violation) for result in results for violation in result.violations]
 
     @property
     def steps(self) -> int:
@@ -149,15 +151,15 @@ class DecodingCheck:
     @property
     def largest_error(self) -> float:
         """Of all exact positions; 0 if there are none."""
-        return max((each.error for case in self.exact for each in case.positions), default=0.0)
+        return max((position.error for case in self.exact for position in case.positions), default=0.0)
 
     def differences(self, against: Against) -> list[Difference | None]:
         """Return the first difference of every prompt."""
-        return [each.differences[against] for each in self.greedy if against in each.differences]
+        return [result.differences[against] for result in self.greedy if against in result.differences]
 
     def verdict_against(self, against: Against) -> Verdict:
         """Return the verdict on the greedy outputs."""
-        return worst([verdict_of(each) for each in self.differences(against)])
+        return worst([verdict_of(difference) for difference in self.differences(against)])
 
     @property
     def verdicts(self) -> dict[Checked, Verdict]:
@@ -168,10 +170,10 @@ class DecodingCheck:
             sound["logits"] = deviations.sound and (not self.bit_exact or rows[0] == rows[1])
         if self.exact:
             sound["exact"] = all(case.sound for case in self.exact)
-        found: dict[Checked, Verdict] = {"plain": self.verdict_against("plain")}
+        verdicts: dict[Checked, Verdict] = {"plain": self.verdict_against("plain")}
         if self.no_transformers is None:
-            found["transformers"] = self.verdict_against("transformers")
-        return found | {part: "identical" if fine else "wrong" for part, fine in sound.items()}
+            verdicts["transformers"] = self.verdict_against("transformers")
+        return verdicts | {part: "identical" if fine else "wrong" for part, fine in sound.items()}
 
     @property
     def verdict(self) -> Verdict:

@@ -66,7 +66,7 @@ class ExactCase:
 
     @property
     def sound(self) -> bool:
-        return all(each.sound for each in self.positions)
+        return all(position.sound for position in self.positions)
 
 
 def check_exact(request: Request, name: str) -> ExactCase:
@@ -84,9 +84,9 @@ def check_exact(request: Request, name: str) -> ExactCase:
     steps = 0
     for seen in checked(request, rules, violations, forcing=True):
         step = seen.record.index if isinstance(seen.record, Step) else None
-        positions += [ExactPosition(name, step, *found) for found in _positions(seen, rules)]
-        if rules.is_chain_test and not any(each.kind == "enumerated" for each in positions):
-            positions += [ExactPosition(name, step, *found) for found in _enumerated(seen, rules)]
+        positions += [ExactPosition(name, step, *place) for place in _positions(seen, rules)]
+        if rules.is_chain_test and not any(position.kind == "enumerated" for position in positions):
+            positions += [ExactPosition(name, step, *place) for place in _enumerated(seen, rules)]
         steps += step is not None
     return ExactCase(name, steps, tuple(positions), tuple(violations))
 
@@ -137,7 +137,9 @@ def _enumerated(seen: Observation, rules: RunRules) -> Iterator[tuple[int, Posit
     p = target_distributions(seen, rules.sampling).cpu()
     path = step.path if step.parents is not None else range(step.accepted)
     nodes = [node for node in (-1, *path) if node + 1 < len(p) and draft.draws(node)]
-    drawn = [next((each.q.cpu() for each in draft.draws(node) if each.q is not None), None) for node in nodes]
+    drawn = [
+        next((draws.q.cpu() for draws in draft.draws(node) if draws.q is not None), None) for node in nodes
+    ]
     pairs = zip(nodes, drawn, strict=True)
     for i, both in enumerate(pairwise([*pairs, *zip(nodes[-1:], drawn[-1:], strict=True)])):
         (node, first_q), _ = both

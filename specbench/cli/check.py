@@ -1,4 +1,4 @@
-"""`specbench check`: are configurations lossless, and are outputs from elsewhere the target's own?"""
+"""`specbench check`: are configurations, outputs from elsewhere and running servers lossless?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.policy import row_recipe, with_cache
+from specbench.cli.policy import is_chosen, row_recipe, with_cache
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import CheckedOptions
 from specbench.models.default import default_drafter
@@ -39,22 +39,29 @@ def check(
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
 
     Each drafter is checked with each draft policy and γ. Exit code 1 if something is wrong. docs/check.md says what is
-    checked, and when a difference is a numerical tie.
+    checked, and when a difference is a numerical tie. With --server: whether a server samples without bias.
     """
     from specbench.recipe import Recipe
 
-    notes: list[str] = []
     asked = Recipe.of_target(target, caching, decoding, sampling)
-    if checked.recipe is not None:
-        recipes = [row_recipe(ctx, checked.recipe, asked)]
+    if checked.server is not None:
+        with starting(checked.quiet):
+            from specbench.cli.check_server import check_server
+
+        tokens = decoding.max_new_tokens if is_chosen(ctx, "max_new_tokens") else None
+        code = check_server(checked, asked, tokens, scored=is_chosen(ctx, "target"))
     else:
-        recipes, notes = _requested(with_cache(ctx, asked), checked, drafting)
-    with starting(checked.quiet):
-        from specbench.cli.check_run import check_finished, check_recipes
-    if checked.outputs is not None:
-        code = check_finished(checked, recipes[0])
-    else:
-        code = check_recipes(checked, recipes, notes)
+        notes: list[str] = []
+        if checked.recipe is not None:
+            recipes = [row_recipe(ctx, checked.recipe, asked)]
+        else:
+            recipes, notes = _requested(with_cache(ctx, asked), checked, drafting)
+        with starting(checked.quiet):
+            from specbench.cli.check_run import check_finished, check_recipes
+        if checked.outputs is not None:
+            code = check_finished(checked, recipes[0])
+        else:
+            code = check_recipes(checked, recipes, notes)
     if code:
         raise typer.Exit(code)
 

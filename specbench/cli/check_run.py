@@ -80,7 +80,7 @@ def check_recipes(asked: CheckedOptions, recipes: Sequence[Recipe], notes: Seque
             what = f"{target.name} ({target.dtype}), cache {cache}"
             parts = check_parts(begun, what, limits, dtype=header["rounding"], piece=piece)
             complete = all(checking.complete for checking in checks)
-            _show(asked, header | checks_json(begun, piece) | {"complete": complete}, parts)
+            show_result(asked, header | checks_json(begun, piece) | {"complete": complete}, parts)
     return int(verdict_on(begun) in ("wrong", "nothing tested"))
 
 
@@ -109,7 +109,7 @@ def check_finished(asked: CheckedOptions, recipe: Recipe) -> int:
         header, piece = _header("outputs", target), _piece(target)
         figures = {**header, **outputs_json(results, piece), "complete": len(results) == len(lines)}
         parts = outputs_parts(results, complete=figures["complete"], dtype=header["rounding"], piece=piece)
-        _show(asked, figures, parts)
+        show_result(asked, figures, parts)
     return int(figures["verdict"] == "wrong")
 
 
@@ -129,7 +129,8 @@ def _header(kind: str, target: Target) -> Json:
     return {"check": kind, "target": target.name, "dtype": target.dtype, "rounding": rounding}
 
 
-def _show(asked: CheckedOptions, figures: Json, parts: Sequence[Part]) -> None:
+def show_result(asked: CheckedOptions, figures: Json, parts: Sequence[Part]) -> None:
+    """Print a result, as JSON or in words."""
     if asked.json_output:
         write_json(figures)
     else:

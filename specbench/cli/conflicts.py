@@ -18,6 +18,9 @@ EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("check", ("prompts",), "outputs", "the file has its own prompts"),
     ("check", ("drafter", "draft_policy", "gamma", "max_new_tokens", "temperature"), "outputs",
      "its outputs are finished, and greedy"),
+    ("check", ("drafter", "draft_policy", "gamma", "recipe", "outputs", "cache", "ignore_eos"), "server",
+     "the server has its own"),
+    ("check", ("target",), "against", "answers are compared with that server's"),
     ("sweep", ("drafter", "baseline", "gamma", "draft_policy", "cache", ModelOptions, "model_defaults", "format"),
      "server", "it is for models"),
     ("sweep", ("engine",), "server", "it starts its own servers"),
@@ -34,6 +37,7 @@ one, and the reason, if names alone do not say it.
 NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("generate", ("batch",), "prompts", ""),
     ("sweep", ("minutes",), "until", ""),
+    ("check", ("against",), "server", ""),
     ("sweep", ("engine_command", "arguments"), "engine", ""),
     ("tune", ("engine_command", "arguments"), "engine", ""),
 )

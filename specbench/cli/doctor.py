@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
-from urllib.parse import urlsplit
 
 import typer
 
@@ -28,9 +26,6 @@ _STYLES = {"problem": "bold red", "note": "dim", "ok": "green"}
 _WIDTH = 11
 _TIMEOUT_S = 60.0
 """Longest wait for a connection, and for a chunk of an answer."""
-
-_UNNAMED = "server"
-"""The name of a server that has none, for the variable with its key."""
 
 
 def doctor(
@@ -59,8 +54,9 @@ def doctor(
     Exits with code 1 if there is a problem.
     """
     from specbench.doctor.findings import Examined, diagnose
+    from specbench.specs.servers import parse_server
 
-    spec = _spec(server)
+    spec = parse_server(server, "server")
     seen = asyncio.run(_examine(spec))
     tokenizer = None
     if target is not None:
@@ -84,28 +80,20 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _spec(text: str) -> ServerSpec:
-    from specbench.specs.servers import parse_server
-
-    return parse_server(text if re.match(r"[\w.-]+=", text) else f"{_UNNAMED}={text}")
-
-
 async def _examine(spec: ServerSpec) -> Observations:
     from specbench.bench.engines.servers import explain, only_model
     from specbench.doctor.probes import Examination
     from specbench.experiment import server_keys
     from specbench.servers.client import ServerClient, ServerError
 
-    key, variable = server_keys([spec]).get(spec.name), spec.key_variable
-    if spec.name == _UNNAMED:
-        spec = replace(spec, name=f"at {urlsplit(spec.url).netloc}")
-    client, listed = ServerClient(spec.name, spec.url, key=key, timeout_s=_TIMEOUT_S), dict[str, str]()
+    key, listed = server_keys([spec]).get(spec.name), dict[str, str]()
+    client = ServerClient(spec.called, spec.url, key=key, timeout_s=_TIMEOUT_S)
     try:
         listed = await client.models()
         model = spec.model or only_model(spec, listed)
         return await Examination(client, model, listed.get(model, "")).run()
     except ServerError as error:
-        raise explain(error, spec, listed, variable, has_key=key is not None) from error
+        raise explain(error, spec, listed, has_key=key is not None) from error
     finally:
         await client.close()
 

@@ -18,7 +18,7 @@ EXPERIMENT = "Experiment"
 _what, _experiment = group(COMPARED), group(EXPERIMENT)
 _servers = group("Servers instead of models")
 _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
-CHECKED, CHECKED_PROMPTS = "What is checked", 12
+CHECKED, CHECKED_PROMPTS, SERVER_ANSWERS = "What is checked", 12, 2000
 _check = group(CHECKED)
 
 
@@ -173,8 +173,8 @@ class CheckedOptions:
     limit: int | None = _check(
         None,
         "--limit N",
-        "Number of prompts, taken in turn from the categories, or of lines of --outputs. Default:"
-        f" {CHECKED_PROMPTS} prompts, all lines.",
+        "Number of prompts, taken in turn from the categories, of lines of --outputs, or of a server's answers."
+        f" Default: {CHECKED_PROMPTS} prompts, all lines, {SERVER_ANSWERS} answers.",
         min=1,
     )
     outputs: Path | None = _check(
@@ -182,6 +182,17 @@ class CheckedOptions:
         "--outputs FILE",
         'Greedy outputs of any engine to check instead: lines of {"prompt": text or ids, "token_ids": [...]}; -'
         " reads standard input.",
+    )
+    server: str | None = _check(
+        None,
+        "--server URL",
+        "Running server whose sampled output is checked instead (--temperature), by its log probabilities, or by"
+        " those of --target if that is given. The key is read from SPECBENCH_KEY_SERVER.",
+    )
+    against: str | None = _check(
+        None,
+        "--against URL",
+        "Second server, whose output that of --server is compared with; off for the same one without speculation.",
     )
     recipe: str | None = recipe_field()
     json_output: bool = _output(False, "--json", "Print one JSON object.")

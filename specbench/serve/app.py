@@ -165,11 +165,12 @@ class _Api:
 
 
 class _Piece(NamedTuple):
-    """What becomes final with a record."""
+    """What becomes final with a record, and the tokens of the record."""
 
     thinking: str
     text: str
     finish_reason: FinishReason | None
+    tokens: Sequence[int]
 
 
 async def _pieces(
@@ -212,7 +213,7 @@ async def _pieces(
                 found += stream.finish("answer")
             thinking = "".join(text for part, text in found if part == "thinking")
             answer = "".join(text for part, text in found if part == "answer")
-            yield _Piece(thinking, answer, record.finish_reason)
+            yield _Piece(thinking, answer, record.finish_reason, record.tokens)
     finally:
         engine.cancel(run)
 
@@ -220,7 +221,8 @@ async def _pieces(
 async def _whole(reply: Reply, first: _Piece, rest: AsyncIterator[_Piece], usage: Usage) -> Json:
     pieces = [first, *[piece async for piece in rest]]
     thinking, text = "".join(piece.thinking for piece in pieces), "".join(piece.text for piece in pieces)
-    return reply.whole(thinking, text, pieces[-1].finish_reason, usage)
+    tokens = [token for piece in pieces for token in piece.tokens]
+    return reply.whole(thinking, text, pieces[-1].finish_reason, usage, tokens)
 
 
 async def _events(
@@ -233,8 +235,8 @@ async def _events(
         while piece is not None:
             if piece.thinking:
                 yield _event(reply.chunk({"reasoning_content": piece.thinking}))
-            if piece.text:
-                yield _event(reply.chunk({"content": piece.text}))
+            if piece.text or reply.request.return_token_ids:
+                yield _event(reply.chunk({"content": piece.text}, tokens=piece.tokens))
             if piece.finish_reason is not None:
                 yield _event(reply.chunk({}, piece.finish_reason))
             piece = await anext(rest, None)

@@ -1,7 +1,7 @@
 """The OpenAI protocol: bodies of requests as values, and bodies of answers.
 
 https://platform.openai.com/docs/api-reference/chat and /completions. Fields that others added (``top_k``, ``min_p``,
-``min_tokens``, ``repetition_penalty``, ``ignore_eos``) have vLLM's names.
+``min_tokens``, ``repetition_penalty``, ``ignore_eos``, ``return_token_ids``) have vLLM's names.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class BaseRequest(Record, forbid_unknown_fields=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, lt=1e18)] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     response_format: _ResponseFormat | None = None
     speculation: Literal["off"] | None = None
 
@@ -247,17 +248,29 @@ class Reply:
     def is_chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
 
-    def whole(self, thinking: str, text: str, finish_reason: FinishReason | None, usage: Usage) -> Json:
+    def whole(
+        self,
+        thinking: str,
+        text: str,
+        finish_reason: FinishReason | None,
+        usage: Usage,
+        tokens: Sequence[int],
+    ) -> Json:
         """Return the answer without a stream."""
         message = {"role": "assistant", "content": text}
         message |= {"reasoning_content": thinking} if thinking else {}
         content: Json = {"message": message} if self.is_chat else {"text": text}
-        return {**self._body("", content, finish_reason), **usage.fields()}
+        return {**self._body("", content | self._named(tokens), finish_reason), **usage.fields()}
 
-    def chunk(self, delta: Json, finish_reason: FinishReason | None = None) -> Json:
+    def chunk(
+        self, delta: Json, finish_reason: FinishReason | None = None, tokens: Sequence[int] = ()
+    ) -> Json:
         """Return a chunk of a stream; ``delta`` is that of a chat, of which texts have only the ``content``."""
         content: Json = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
-        return self._body(".chunk", content, finish_reason)
+        return self._body(".chunk", content | self._named(tokens), finish_reason)
+
+    def _named(self, tokens: Sequence[int]) -> Json:
+        return {"token_ids": list(tokens)} if self.request.return_token_ids else {}
 
     def usage_chunk(self, usage: Usage) -> Json:
         """Return the last chunk, for clients that ask for the usage."""

@@ -363,13 +363,13 @@ class ServerClient:
                 message = self._message(body)
                 raise ServerError(f"The server {self.name} failed in the middle of its answer: {message}.")
             choice = choice_of(body)
-            text, ids = text_of(choice), _counts(choice.get("token_ids"))
+            text, ids = text_of(choice), ids_of(choice)
             if text or ids:
                 pieces.append(Chunk(at_s, text, ids, bool(_reasoning_of(choice))))
             # Some servers write "" for an answer that goes on, or behind the end.
             if isinstance(choice.get("finish_reason"), str) and choice["finish_reason"]:
                 reason, ended_s = choice["finish_reason"], at_s
-            facts |= _facts(body, choice)
+            facts |= facts_of(body, choice)
         if reason is None:
             raise ServerError(f"The answer of the server {self.name} broke off before its end.")
         return StreamedAnswer(tuple(pieces), reason, ended_s, **facts)
@@ -449,6 +449,11 @@ def _said(choice: Mapping[str, Any]) -> Mapping[str, Any]:
     return _inner(choice, "delta") or _inner(choice, "message")
 
 
+def ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the token ids of a choice; ``None`` if it does not name them."""
+    return _counts(choice.get("token_ids"))
+
+
 def _counts(value: object) -> tuple[int, ...] | None:
     """Return a list of integers from 0; ``None`` if it is anything else."""
     if not isinstance(value, list) or any(type(count) is not int or count < 0 for count in value):
@@ -456,7 +461,7 @@ def _counts(value: object) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
+def facts_of(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
     """Return the counts in an event, by the names of ``StreamedAnswer``.
 
     llama.cpp reports ``timings``, vLLM ``metrics.speculative_decoding`` and SGLang ``meta_info``, with older and newer

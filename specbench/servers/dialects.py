@@ -52,7 +52,12 @@ class Dialect:
 
 
 _DIALECTS = {
-    "specbench": Dialect(plain={"speculation": "off"}, reports_drafts=True, about="/v1/models"),
+    "specbench": Dialect(
+        always={"return_token_ids": True},
+        plain={"speculation": "off"},
+        reports_drafts=True,
+        about="/v1/models",
+    ),
     "llamacpp": Dialect(cold={"cache_prompt": False}, about="/props"),
     "vllm": Dialect(always={"return_token_ids": True}, salt="cache_salt", counts_if_on=True),
     "sglang": Dialect(always={"return_token_ids": True}, salt="cache_salt", about="/server_info"),

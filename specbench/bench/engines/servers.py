@@ -203,7 +203,7 @@ class ServerEngine(BenchEngine):
             settings = self._settings(server, self.temperature, decoding, 0)
             answer, _ = await self._ask(server, prompt, settings)
         except ServerError as error:
-            raise explain(error, spec, listed, spec.key_variable, has_key=spec.name in self._keys) from error
+            raise explain(error, spec, listed, has_key=spec.name in self._keys) from error
         return MeasuredServer(spec, model, owner, has_counters, tuple(self._notes(spec, answer)))
 
     def _notes(self, spec: ServerSpec, answer: StreamedAnswer) -> list[str]:
@@ -428,16 +428,14 @@ class ServerEngine(BenchEngine):
         return tuple(self._tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
 
 
-def explain(
-    error: ServerError, spec: ServerSpec, listed: Iterable[str], variable: str, *, has_key: bool
-) -> SpecbenchError:
-    """Return an error of the first connection, with a hint what to change; ``variable`` is that of the key."""
-    status = error.status
+def explain(error: ServerError, spec: ServerSpec, listed: Iterable[str], *, has_key: bool) -> SpecbenchError:
+    """Return an error of the first connection, with a hint what to change."""
+    status, variable = error.status, spec.key_variable
     if status in (401, 403):
         if has_key:
-            what = f"The server {spec.name} refuses the key in {variable} (status {status})."
+            what = f"The server {spec.called} refuses the key in {variable} (status {status})."
             return UsageError(what, "Put a valid key there.")
-        what = f"The server {spec.name} needs a key (status {status})."
+        what = f"The server {spec.called} needs a key (status {status})."
         return UsageError(what, f"Put it into the environment variable {variable}.")
     if status is not None and 300 <= status < 400:
         return UsageError(error.message, f"Name that address in place of {spec.url}.")
@@ -465,7 +463,7 @@ def only_model(spec: ServerSpec, listed: Collection[str]) -> str:
         return next(iter(listed))
     names = _names(listed)
     raise UsageError(
-        f"The server {spec.name} lists {len(listed)} models{': ' if names else ''}{names}.",
+        f"The server {spec.called} lists {len(listed)} models{': ' if names else ''}{names}.",
         "Name one after a # of its address.",
     )
 
