@@ -223,8 +223,8 @@ def server_parts(check: ServerCheck) -> list[Part]:
             f"BIASED: sampled output differs from {other}{how[result.peaked]}, p = {result.p:.2g} ({on})."
         )
     elif verdict == "no deviation":
-        share = f"{100 * (result.detectable or 0):.2g}%"
-        sentence = f"No deviation from {other} above {share} of the probability mass ({POWER:.0%}), p = {result.p:.2g}: {on}."
+        share = f"{100 * (result.detectable or 0):.2g}% of the probability mass ({POWER:.0%})"
+        sentence = f"No deviation from {other} above {share}, p = {result.p:.2g}: {on}."
     elif check.hardly_drafted:
         sentence = f"Too few positions: hardly anything was drafted ({on})."
     else:
