@@ -10,7 +10,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +18,7 @@ from typing import Any, get_args
 from specbench.base.errors import UsageError, unknown
 from specbench.base.files import reason, write_text
 from specbench.base.textsafe import one_line, visible
-from specbench.options import CacheKind, ModelOptions
+from specbench.options import CacheKind, ModelOptions, quantized
 from specbench.recipe import Recipe, drafter_argument
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model, split_options
@@ -62,10 +62,6 @@ class Config:
         for key, value in self.given.items():
             _CHECKS[key](value)
 
-    def without(self, *names: str) -> Config:
-        left = {name: value for name, value in self.given.items() if name not in names}
-        return replace(self, given=left)
-
     def __str__(self) -> str:
         lines = [f"version = {VERSION}", *(f'{_key(name)} = "{value}"' for name, value in self.given.items())]
         if self.fixed_gamma is not None:
@@ -78,11 +74,15 @@ class Config:
 def config_from_recipe(
     recipe: Recipe, *, provisional: bool = False, fixed_gamma: int | None = None
 ) -> tuple[Config, str]:
-    """Return the configuration of a recipe, and a note if the target has only its folder's name in it."""
+    """Return the configuration of a recipe, and a note if the target has only its folder's name in it.
+
+    The cache is left out where it is the default.
+    """
     given = {"drafter": drafter_argument(recipe.drafter)}
     if recipe.policy is not None:
         given["draft_policy"] = str(recipe.policy)
-    given["cache"] = recipe.caching.cache
+    if recipe.caching.cache != ("dynamic" if quantized(recipe.models.dtype) is None else "preallocated"):
+        given["cache"] = recipe.caching.cache
     models = ModelOptions(recipe.models.dtype)
     target = models.behind(recipe.target.argument)
     try:

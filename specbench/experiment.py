@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specbench.bench.engines.engine import BenchEngine
     from specbench.bench.prompts import Prompt
     from specbench.bench.session import Session
+    from specbench.models.load import ModelText
     from specbench.recipe import Recipe
     from specbench.rows import Row
     from specbench.specs.drafters import DrafterSpec
@@ -96,14 +97,18 @@ class Models:
         if options.batches:
             self.base.check("batch")
         require_models(self.base.target, *(part.model for spec in self.drafters for part in spec.models))
-        from specbench.bench.engines.own import check_engine, load_engine
+        from specbench.bench.engines.own import load_engine
+        from specbench.loaded import load_notes
 
-        sources = describe_models(self.base, self.drafters)
-        check_engine(self.base, self.drafters, options, progress)
-        folder = folder_of(sources["target"])
-        engine = load_engine(self.base, self.drafters, options, progress)
+        sources, folders = describe_models(self.base, self.drafters), list[Path]()
+
+        def choose_folder(_: ModelText) -> None:
+            folders.append(folder_of(sources["target"]))
+
+        engine = load_engine(self.base, self.drafters, options, progress, before_weights=choose_folder)
         check_contexts(options, engine.target.language_model.context_limit)
-        yield Opened(engine, options, engine.configs(options, self.base), folder, sources, notes)
+        notes += load_notes(engine.target, engine.drafters, options.decoding)
+        yield Opened(engine, options, engine.configs(options, self.base), folders[0], sources, notes)
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class Servers:
             keys=keys,
             tokenizer=None if model is None else load_tokenizer(model, progress=progress),
             decoding=options.decoding,
-            temperature=max(at.temperature for at in options.conditions),
+            temperature=options.warmest,
             template=options.template,
         )
         try:
@@ -134,7 +139,7 @@ class Servers:
             sources = {"target": target, "tokenizer": None if model is None else str(model)}
             described = tuple(each.described for each in engine.servers)
             rows = server_rows(options, [(spec.name, None) for spec in self.specs])
-            options = replace(options, servers=described, salt=engine.salt)
+            options = replace(options, gammas=(), policies=(), servers=described, salt=engine.salt)
             yield Opened(engine, options, rows, folder_of(target), sources, engine.notes)
         finally:
             engine.close()
@@ -164,7 +169,6 @@ class Experiment:
         options: Conditions, draft policies, repeats and everything else that ``run.json`` has.
         prompts: Names of sets, benchmarks or files; empty for all sets.
         limit: Number of prompts; ``None`` for all, or 12 if no set is named.
-        minutes: Time limit of an experiment that ends when it is sure; ``None`` for none.
         tuned: Whether it is a search, which takes all prompts in turn from their categories, and may not grow.
     """
 
@@ -172,7 +176,6 @@ class Experiment:
     options: SweepOptions
     prompts: Sequence[str] = ()
     limit: int | None = None
-    minutes: float | None = None
     tuned: bool = False
 
 
@@ -217,7 +220,7 @@ def opened(
             sweep, engine.describe_target(options.decoding), sources, command=command, heads=engine.heads
         )
         with open_run(ready.folder, run, may_grow=not experiment.tuned) as store:
-            yield Session(sweep, store, engine, minutes=experiment.minutes, notes=[*ready.notes, *more])
+            yield Session(sweep, store, engine, notes=[*ready.notes, *more])
 
 
 def _prompts(experiment: Experiment, progress: Progress | None) -> tuple[tuple[Prompt, ...], tuple[Any, ...]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specbench.base.errors import SpecbenchError
 from specbench.decoding.sampling import Sampling
+from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
+from specbench.drafters.translate import TranslatingDrafter
 from specbench.generate import GenerationRun
 from specbench.models.prepare import prepare
 from specbench.policies import FixedLength, build_policy
@@ -15,10 +18,10 @@ from specbench.policies import FixedLength, build_policy
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.decoding.protocols import Drafter, DraftPolicy
-    from specbench.decoding.request import Request
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
+    from specbench.options import DecodingOptions
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
 
@@ -84,10 +87,6 @@ class LoadedRecipe:
             options |= {"drafter": self.drafter, "policy": self.policy}
         return GenerationRun(prompt, self.target, sampling=self.sampling, **options)
 
-    def request(self, prompt: Sequence[int]) -> Request:
-        """Return what decides the output of a prompt."""
-        return self.start(prompt).request
-
 
 def transforms_of(recipe: Recipe, model: LanguageModel) -> Sampling:
     """Return the transforms of a recipe, with the model's own settings."""
@@ -127,3 +126,40 @@ def notes_on_weights(recipe: Recipe, target: Target, drafter: LoadedDrafter | No
         for (name, own), measured in zip(loaded, recipe.measured_with, strict=False)
         if measured not in (None, own)
     )
+
+
+def model_notes(
+    target: Target, drafters: Iterable[Drafter | SpecbenchError], decoding: DecodingOptions
+) -> list[str]:
+    """Return notes on the settings of a target, on its drafters, and on logits that depend on a pass's width."""
+    model = target.language_model
+    notes = [*model.defaults.notes(applied=decoding.model_defaults), *drafter_notes(drafters)]
+    notes += [model.slower] if model.slower else []
+    if target.widths_differ is not None:
+        notes.append(
+            f"Bit-exact forward passes are not available here: outputs of this {target.dtype} target may differ from"
+            f" plain decoding's. {target.widths_differ}"
+        )
+    return notes
+
+
+def load_notes(target: Target, drafters: Iterable[LoadedDrafter], decoding: DecodingOptions) -> list[str]:
+    """Return ``model_notes`` behind those on how the target was loaded."""
+    outcomes = [each.outcome for each in drafters]
+    return [*target.language_model.notes, *model_notes(target, outcomes, decoding)]
+
+
+def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
+    """Return a sentence for each drafter model with another tokenizer than the target's."""
+    loaded = [drafter for drafter in drafters if not isinstance(drafter, SpecbenchError)]
+    models = [model for drafter in loaded for model in models_of(drafter)]
+    translated = [model for model in models if isinstance(model, TranslatingDrafter)]
+    found = {
+        model.traits.name.rsplit(" (", 1)[0]: model.translation for model in translated
+    }  # in whatever dtype
+    return [
+        f"The drafter {name} has another tokenizer than the target: tokens are translated, and it drafts only the"
+        f" {len(both.shared):,} of the target's {both.tokens:,} tokens ({len(both.shared) / both.tokens:.1%})"
+        " that both have."
+        for name, both in found.items()
+    ]

@@ -52,7 +52,7 @@ class Condition(Record, kw_only=False):
     @property
     def name(self) -> str:
         """What tells it from others, ``t=0`` if nothing is unusual."""
-        return ",".join(self._parts("t={:g}", "c={}", "b={}", "thinking={}")) or "t=0"
+        return self.ending[1:] or "t=0"
 
     @property
     def ending(self) -> str:

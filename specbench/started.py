@@ -27,14 +27,12 @@ from specbench.export.start import (
     StartedEngine,
     settings_of,
 )
-from specbench.rows import Row
 from specbench.specs.drafters import SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.servers import EngineSpec, ServerSpec, parse_engine
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.options import DecodingOptions
 
 _KEY = "--api-key"
 
@@ -104,7 +102,6 @@ class Started:
 
     Attributes:
         spec, engine, name, target, drafters, settings: What is started; ``name`` is the target's in results.
-        decoding, temperature: Options that the first request to each server tests.
         eager: Whether all servers are started that fit into memory; otherwise each when it is needed.
         command: Starts a server in place of the usual command.
         arguments: The user's own words for every server.
@@ -116,8 +113,6 @@ class Started:
     target: ModelSpec
     drafters: Sequence[EngineDrafter]
     settings: Sequence[EngineSetting]
-    decoding: DecodingOptions
-    temperature: float
     command: str = ""
     arguments: Sequence[str] = ()
     eager: bool = True
@@ -128,7 +123,6 @@ class Started:
         engine: str,
         target: str,
         drafters: Sequence[str],
-        decoding: DecodingOptions,
         temperature: float = 0.0,
         *,
         command: str = "",
@@ -146,22 +140,16 @@ class Started:
         tried = engine_drafters(starts, drafters, usual=usual, elsewhere=elsewhere)
         settings = settings_of(starts, model, tried, temperature=temperature, **compared)
         made = spec, starts, one_line(named.name), model, tried, settings
-        return cls(*made, decoding, temperature, command, arguments)
-
-    def options(self, options: SweepOptions) -> SweepOptions:
-        """Return the options of a sweep over the settings; every server warms up when it starts."""
-        names = tuple(each.name for each in self.settings)
-        return replace(options, gammas=(), policies=(), decoding=self.decoding, warmup=0, servers=names)
-
-    def rows(self, options: SweepOptions) -> list[Row]:
-        """Return the settings at every temperature and batch size of the options."""
-        return server_rows(options, [(each.name, each.gamma or None) for each in self.settings])
+        return cls(*made, command, arguments)
 
     @contextmanager
     def opened(
         self, options: SweepOptions, folder_of: FolderOf, progress: Progress | None
     ) -> Iterator[Opened]:
-        options, folder = self.options(options), folder_of(self.name)
+        names, folder = tuple(each.name for each in self.settings), folder_of(self.name)
+        # Every server warms up when it starts.
+        options = replace(options, gammas=(), policies=(), warmup=0, servers=names)
+        rows = server_rows(options, [(each.name, each.gamma or None) for each in self.settings])
         sources = {
             "target": self.name,
             "engine": self.engine.name,
@@ -171,25 +159,25 @@ class Started:
         made = LaunchedEngine(
             {each.name: partial(self._command, each) for each in self.settings},
             folder / "servers",
-            self._connect,
+            partial(self._connect, options),
             limit=self.spec.servers,
             start_timeout_s=self.spec.start_timeout,
             progress=progress,
         )
         with closing(made):
             made.server(PLAIN)
-            fits = not self.eager or made.fits(options.servers)
+            fits = not self.eager or made.fits(names)
             together = None if fits else made.limit or made.capacity
             notes = [] if fits else [f"{together} servers fit into memory at a time."]
-            yield Opened(made, options, self.rows(options), folder, sources, notes, together)
+            yield Opened(made, options, rows, folder, sources, notes, together)
 
-    def _connect(self, spec: ServerSpec) -> ServerEngine:
+    def _connect(self, options: SweepOptions, spec: ServerSpec) -> ServerEngine:
         key = next((key for word, key in pairwise(self.arguments) if word == _KEY), None)
         return ServerEngine(
             [spec],
             keys={} if key is None else {spec.name: key},
-            decoding=self.decoding,
-            temperature=self.temperature,
+            decoding=options.decoding,
+            temperature=options.warmest,
         )
 
     def start_command(self, setting: EngineSetting) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import msgspec
 from msgspec import structs
 
 from specbench.base.load import LoadSnapshot
+from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Sweep, SweepOptions, build_rows
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt
@@ -64,7 +64,7 @@ def in_group(made: Generation, asked: BenchRequest, **times: float) -> RequestLi
     return RequestLine(**fields, prompt=asked.name, category=asked.category, **times)
 
 
-class ScriptedEngine:
+class ScriptedEngine(BenchEngine):
     """Emits tokens made from prompt, history and seed alone, as a lossless engine would; keeps every call.
 
     Args:
@@ -89,6 +89,9 @@ class ScriptedEngine:
         self.calls: list[tuple[str, tuple[int, ...], int]] = []
         self.cost_calls: list[tuple[int, ...]] = []
         self.workloads: list[tuple[str, Workload]] = []
+
+    def describe_target(self, decoding: DecodingOptions) -> TargetModel:
+        return TARGET
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
         ids = [
@@ -218,7 +221,7 @@ def specs_of(*names: str) -> dict[str, DrafterSpec]:
 def grid_of(options: SweepOptions, *names: str, base: Recipe = BASE, **fingerprints: str) -> list[Row]:
     """The grid of drafters by their names, with fingerprints of models."""
     drafters = [
-        (LoadedName(name, fingerprint=fingerprints.get(name)), replace(base, drafter=spec))
+        (LoadedName(name, fingerprint=fingerprints.get(name)), spec)
         for name, spec in specs_of(*names).items()
     ]
     return build_rows(options, drafters, base)

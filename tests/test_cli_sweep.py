@@ -18,6 +18,7 @@ from tiny import save_tiny
 import specbench.base.load
 import specbench.bench.engines.own
 import specbench.bench.environment
+import specbench.models.prepare
 from specbench.base.errors import RunError
 from specbench.bench.grid import Sweep
 from specbench.bench.session import Session
@@ -165,6 +166,9 @@ def test_a_run_may_grow_but_not_with_what_cannot_be_compared(sweep, tmp_path, mo
 def test_failures_are_told_and_tried_again(sweep, tmp_path, monkeypatch):
     generate = specbench.bench.engines.own.ModelEngine.generate
 
+    def untimed(*_: Any, **__: Any) -> Any:
+        raise RunError("no room")
+
     def fail(self: Any, config: Any, *arguments: Any, **options: Any) -> Any:
         if config.id != "plain":
             raise RunError("There was not enough memory for this configuration.")
@@ -172,8 +176,10 @@ def test_failures_are_told_and_tried_again(sweep, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(specbench.bench.engines.own.ModelEngine, "generate", fail)
+        patch.setattr(specbench.bench.engines.own.ModelEngine, "measure_costs", untimed)
         code, _, err = sweep()
     assert code == 1
+    assert err.count("Single forward passes could not be timed: no room") == 1
     (out,) = (tmp_path / "results").iterdir()
     assert "3 generations failed; to measure them again, add --resume." in err
     assert "generations of self:int8 γ=2 failed: There was not enough memory for this configuration." in err
@@ -278,18 +284,15 @@ def test_what_generate_does_by_default_is_measured(planned, arguments, rules):
 # -- the display -----------------------------------------------------------------------------------
 
 
-def test_progress_is_shown_with_the_time_left(tmp_path):
-    said: list[str] = []
-    shown: list[tuple[str, float | None]] = []
-    progress = SimpleNamespace(
-        update=lambda stage, done, total, note, left_s: shown.append((f"{stage} {done} {note}", left_s))
-    )
+def test_progress_is_shown(tmp_path):
+    shown: list[str] = []
+    progress = SimpleNamespace(update=lambda stage, done, total, note: shown.append(f"{stage} {done} {note}"))
     sweep = make_sweep(prompts(2, conversations=1), repeats=2)
     engine = ScriptedEngine(fails=lambda c, p: RunError("no") if c.id == "d@2" and len(p) > 7 else None)
     with new_store(tmp_path, sweep) as store:
-        for at in Session(sweep, store, engine).run():
-            show_cell(at, progress, said.append)  # type: ignore[arg-type]
-    assert any("warming up: d γ=1" in text for text, _ in shown)
-    assert shown[0][1] is None
-    assert shown[-1] == ("measuring 30 30 of 30, 2 failed", 0.0)
-    assert not said
+        session = Session(sweep, store, engine)
+        for doing in session.run():
+            show_cell(session, doing, progress)  # type: ignore[arg-type]
+    assert any("warming up: d γ=1" in text for text in shown)
+    assert shown[-1] == "measuring 30 30 of 30, 2 failed"
+    assert not session.problem

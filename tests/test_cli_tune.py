@@ -19,7 +19,6 @@ from test_outside import MINE
 
 import specbench.bench.engines.own
 import specbench.bench.prompts
-import specbench.cli.tune
 import specbench.results.advice
 import specbench.tune.answer
 from specbench.base.record import NO_FIGURE, Estimate

@@ -15,7 +15,7 @@ import specbench.models.drafters
 import specbench.models.prepare
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.axes import parse_baselines
-from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
+from specbench.bench.engines.own import ModelEngine, load_engine
 from specbench.bench.grid import SweepOptions
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
@@ -258,7 +258,7 @@ def test_conversations_go_through_the_chat_template(engine):
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path):
     target = parse_model(str(save_tiny(tmp_path / "target")))
     with pytest.raises(UsageError, match="Unknown dtype"):
-        check_engine(Recipe(target, models=ModelOptions("float8")), (Lookup(),))
+        load_engine(Recipe(target, models=ModelOptions("float8")), (Lookup(),))
     with pytest.raises(UsageError, match="Two drafters are called"):
         load_engine(Recipe(target), (Lookup(), Lookup()))
 

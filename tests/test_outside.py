@@ -115,8 +115,8 @@ def test_a_policy_and_classes_of_ones_own_are_measured(run, models, tmp_path):
     assert found["options"]["draft_policy"] == "doubling:max=16"
     drafter, policy = names_in("mine.py")["Last"], names_in(str(DOUBLING))["Doubling"]
     results = sweep(
-        f"{models / 'target'}:float32", [drafter, "lookup"], tmp_path / "run", policies=[policy], prompts=["./p.jsonl"],
-        repeats=1, warmup=0, decoding=DecodingOptions(max_new_tokens=8),
+        f"{models / 'target'}:float32", [drafter, "lookup"], tmp_path / "run", draft_policy=[policy],
+        prompts=["./p.jsonl"], repeats=1, warmup=0, decoding=DecodingOptions(max_new_tokens=8),
     )  # fmt: skip
     table = results.table().set_index("config")
     assert [row.rpartition("@")[0].rpartition("_")[2] for row in table.index] == [

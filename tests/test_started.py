@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.bench.prompts import load_prompts
+from specbench.bench.session import Session
 from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
 from specbench.results.lines import Generation, ServerAnswer
@@ -237,7 +238,7 @@ class TimedEngine(ScriptedEngine):
         self.began: list[str] = []
         self._random = random.Random(seed)
 
-    def fits(self, names: list[str]) -> bool:
+    def fits(self, names: Sequence[str]) -> bool:
         for name in names:
             if self.limit is None or len(self.running) < self.limit:
                 self.use(name)
@@ -309,9 +310,10 @@ def search(
     run = describe_run(sweep, TargetModel(name="t"), {"engine": "x"})
     with open_run(folder, run) as store:
         found = Search(
-            sweep, store, timed, partial(choose, settings=settings),  # type: ignore[arg-type]
-            {name: each.family for name, each in settings.items()}, clock=clock, seconds=60 * minutes,
-            until=60 * minutes, servers=timed, snapshot=quiet,  # type: ignore[arg-type]
+            Session(sweep, store, timed, clock=clock, snapshot=quiet),
+            partial(choose, settings=settings),
+            {name: each.family for name, each in settings.items() if each.family},
+            seconds=60 * minutes, until=60 * minutes,
         )  # fmt: skip
         for _ in found.measure():
             pass

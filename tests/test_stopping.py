@@ -46,7 +46,8 @@ class Scattered(ScriptedEngine):
 
 
 def measure(path: Path, until: str, factor: float, scatter: float, **options: Any) -> Session:
-    sweep = make_sweep(PROMPTS, gammas=(2,), repeats=1, warmup=0, until=until)
+    minutes = options.pop("minutes", None)
+    sweep = make_sweep(PROMPTS, gammas=(2,), repeats=1, warmup=0, until=until, minutes=minutes)
     store = RunStore.open(path) if RunStore.exists(path) else new_store(path, sweep)
     with store:
         return Session(sweep, store, Scattered(factor, scatter), snapshot=quiet, **options).run_all()

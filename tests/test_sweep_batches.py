@@ -139,9 +139,9 @@ def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target)
     found, seconds, tokens, runs = served(target, Workload(ASKED[:3], 2, ASKED[3:]), batch=2)
     # A pass reads the prompts of two, three more give them a token each; then the third comes with one beside it.
     assert [each.arrived_s for each in found] == [0.0, 0.0, 4.0]
-    assert [each.first_s for each in found] == [1.0, 1.0, 5.0]
-    assert [each.last_s for each in found] == [4.0, 4.0, 8.0]
-    assert [each.tokens for each in found] == [4, 4, 4]
+    assert [each.emissions[0][0] for each in found] == [1.0, 1.0, 5.0]
+    assert [each.emissions[-1][0] for each in found] == [4.0, 4.0, 8.0]
+    assert [sum(count for _, count in each.emissions) for each in found] == [4, 4, 4]
     assert (seconds, tokens) == (8.0, 16)
     assert runs.under_way == [2] * 8
     assert len(runs) == 0
@@ -153,8 +153,12 @@ def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target)
 def test_more_clients_than_places_wait(target):
     found, *_ = served(target, Workload(ASKED[:3], 3, ASKED[3:]), batch=2)
     assert [each.arrived_s for each in found] == [0.0, 0.0, 0.0]
-    assert [each.queued_s for each in found] == [1.0, 1.0, 5.0]  # told behind the pass that it joins
-    assert found[2].first_s == 5.0
+    assert [each.run.result().prefill.queued_s for each in found] == [
+        1.0,
+        1.0,
+        5.0,
+    ]  # told behind the pass that it joins
+    assert found[2].emissions[0][0] == 5.0
 
 
 def test_requests_that_come_by_the_clock(target):
@@ -163,8 +167,8 @@ def test_requests_that_come_by_the_clock(target):
     )
     assert [each.arrived_s for each in found] == [10.0, 10.5, 30.0, 31.5]
     # Nobody waits for the first to come; the second waits for the first to end.
-    assert [each.first_s for each in found] == [11.0, 15.0, 31.0, 35.0]
-    assert [each.last_s for each in found] == [14.0, 18.0, 34.0, 38.0]
+    assert [each.emissions[0][0] for each in found] == [11.0, 15.0, 31.0, 35.0]
+    assert [each.emissions[-1][0] for each in found] == [14.0, 18.0, 34.0, 38.0]
     assert seconds == 38.0
     assert tokens == 16
     assert len(runs.under_way) == 16  # no pass without anybody

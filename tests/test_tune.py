@@ -19,11 +19,15 @@ from stored_runs import run_json
 
 from specbench.base.errors import RunError
 from specbench.base.load import LoadSnapshot
+from specbench.base.record import NO_FIGURE, Estimate
 from specbench.bench.grid import Sweep, SweepOptions
+from specbench.bench.session import Session
 from specbench.config import config_from_recipe
 from specbench.decoding.theory import PassCosts
 from specbench.export.setting import RunSettings
 from specbench.options import CacheOptions, DecodingOptions
+from specbench.predict import here
+from specbench.predict.here import Prediction
 from specbench.recipe import Recipe
 from specbench.results.lines import CostLine, Generation
 from specbench.results.results import load_results
@@ -36,6 +40,7 @@ from specbench.show.document import to_markdown
 from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import Heuristic
+from specbench.tune import predicted
 from specbench.tune.answer import (
     answer_parts,
     answer_text,
@@ -52,7 +57,6 @@ from specbench.tune.candidates import (
     select,
     with_policies,
 )
-from specbench.tune.predicted import choose
 from specbench.tune.search import Search
 
 
@@ -188,7 +192,7 @@ class TimedEngine(ScriptedEngine):
 
 
 def all_accepted(
-    sweep: Sweep, outputs: Mapping[str, Sequence[int]], costs: PassCosts, _: object
+    _: object, sweep: Sweep, plain: Row, outputs: Mapping[str, Sequence[int]], costs: PassCosts, __: object
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Predictions where every draft is accepted."""
     assert outputs
@@ -213,13 +217,21 @@ def search(
     **options: Any,
 ) -> Search:
     store = RunStore.open(folder) if RunStore.exists(folder) else RunStore.create(folder, describe(sweep))
-    with store:
+    predict, longer = options.pop("predict", all_accepted), options.pop("longer", False)
+
+    def predict_rows(*given: Any) -> tuple[dict[str, Prediction], dict[str, str]]:
+        found, failed = predict(*given)
+        made = {name: Prediction(Estimate(value, None, None, 4), NO_FIGURE) for name, value in found.items()}
+        return made, failed
+
+    with store, pytest.MonkeyPatch.context() as patch:
         until = clock.seconds + seconds
-        predict, longer = options.pop("predict", partial(all_accepted, sweep)), options.pop("longer", False)
+        patch.setattr(here, "predict_rows", predict_rows)
+        patch.setattr(predicted, "with_policies", lambda _, found: found)
         made = Search(
-            sweep, store, engine, partial(choose, predict=predict, longer=longer),
-            {row.id: row.drafter for row in sweep.configs}, clock=clock, seconds=seconds, until=until,
-            snapshot=quiet, **options,
+            Session(sweep, store, engine, clock=clock, snapshot=quiet),
+            partial(predicted.choose, longer=longer),
+            {row.id: row.drafter for row in sweep.configs[1:]}, seconds=seconds, until=until, **options,
         )  # fmt: skip
         for _ in made.measure():
             pass

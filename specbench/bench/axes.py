@@ -34,14 +34,14 @@ def parse_baselines(names: Sequence[str]) -> tuple[OtherLibrary, ...]:
     return (*words, *(OtherLibrary("beam", count) for count in sorted(beams)))
 
 
-def _parse_range(what: str, most: int, text: str) -> list[int]:
-    """Parse numbers: ``1..8``, ``1,2,4``, ``2..16..2`` (from, to, step) or a mixture; ascending.
+def _parse_range(what: str, most: int, text: str | None) -> list[int]:
+    """Parse numbers: ``1..8``, ``1,2,4``, ``2..16..2`` (from, to, step) or a mixture; ascending, none of ``None``.
 
     Raises:
         UsageError: The text has none of these forms, or a number is outside 1 to ``most``.
     """
     numbers: set[int] = set()
-    for part in text.split(","):
+    for part in [] if text is None else text.split(","):
         found = _RANGE.fullmatch(part)
         first, last, step = (
             (int(found[1]), int(found[2] or found[1]), int(found[3] or 1)) if found else (0, 0, 0)
@@ -61,14 +61,14 @@ parse_contexts = partial(_parse_range, "lengths of context", MAX_CONTEXT)
 """Parse the values of these options."""
 
 
-def parse_thinking(text: str) -> list[bool]:
-    """Parse ``on``, ``off`` or both, separated by a comma.
+def parse_thinking(text: str | None) -> list[bool]:
+    """Parse ``on``, ``off`` or both, separated by a comma; ``None`` is neither.
 
     Raises:
         UsageError: There is another word.
     """
     values = {"on": True, "off": False}
-    words = [word.strip() for word in text.split(",")]
+    words = [] if text is None else [word.strip() for word in text.split(",")]
     if wrong := [word for word in words if word not in values]:
         raise UsageError(f"--thinking is on or off, not {wrong[0]!r}.", "Write on, off or on,off.")
     return [values[word] for word in words]

@@ -53,7 +53,7 @@ class SweepOptions:
         template: What chat templates are told of all prompts.
         servers: Servers to measure in place of models, each as its name and its model's name.
         salt: How prompt caches of servers are avoided.
-        until: When to stop; ``None`` to measure everything.
+        until, minutes: When to stop, and a time limit then; ``None`` to measure everything, and for no limit.
 
     Raises:
         UsageError: A value is out of range, or not possible with batches.
@@ -73,6 +73,7 @@ class SweepOptions:
     servers: tuple[str, ...] = ()
     salt: Salt = "none"
     until: Until | None = None
+    minutes: float | None = None
 
     def __post_init__(self) -> None:
         for what, value, least in (
@@ -123,13 +124,18 @@ class SweepOptions:
         return [*dict.fromkeys(at.batch for at in self.conditions if at.batch is not None)]
 
     @property
+    def warmest(self) -> float:
+        """The highest temperature."""
+        return max(at.temperature for at in self.conditions)
+
+    @property
     def contexts(self) -> list[int]:
         """Lengths of prompts in tokens, ascending; empty for the prompts as they are."""
         return sorted({at.context for at in self.conditions if at.context is not None})
 
 
 def build_rows(
-    options: SweepOptions, drafters: Sequence[tuple[LoadedName, Recipe]], base: Recipe
+    options: SweepOptions, drafters: Sequence[tuple[LoadedName, DrafterSpec]], base: Recipe
 ) -> list[Row]:
     """Build the grid: plain decoding, and drafters × draft policies × draft lengths, under every condition.
 
@@ -137,26 +143,24 @@ def build_rows(
 
     Args:
         options: Options of the sweep.
-        drafters: A recipe with each drafter; plain ones are skipped.
+        drafters: What is known of each drafter, and its spec; plain ones are skipped.
         base: A recipe with everything that all rows share.
     """
-    drafting = [each for each in drafters if not each[1].drafter.is_plain]
+    drafting = [(name, spec) for name, spec in drafters if not spec.is_plain]
     decoders: list[tuple[Recipe | OtherLibrary, LoadedName | None]] = [(base.plain, None)]
     decoders += [
-        (replace(recipe, policy=policy.with_gamma(gamma)), name)
-        for name, recipe in drafting
+        (replace(base, drafter=spec, policy=policy.with_gamma(gamma)), name)
+        for name, spec in drafting
         for policy in options.policies
-        if policy.applies(recipe.drafter)
+        if policy.applies(spec)
         for gamma in (options.gammas if isinstance(policy, Fixed) else (None,))
     ]
     for other in options.others:
         decoders.append((other, None))
         decoders += [
             (other, name)
-            for name, recipe in drafting
-            if other.kind == "assisted"
-            and name.fingerprint is not None
-            and recipe.drafter.model_part is recipe.drafter
+            for name, spec in drafting
+            if other.kind == "assisted" and name.fingerprint is not None and spec.model_part is spec
         ]
     return [
         Row(decoder, at, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from random import Random
@@ -124,6 +124,77 @@ def cost_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
     return sorted({*range(1, min(longest, 17) + 1), *(n + 1 for n in (*gammas, *nodes))})
 
 
+class _Passes:
+    """A target and drafters that have read the same context, whose passes are timed one by one.
+
+    Attributes:
+        reading: Seconds in which a drafter reads the context, by its name.
+        passes: How many passes draft several tokens, by the drafter's name.
+    """
+
+    def __init__(self, scorer: Scorer, text: Sequence[int], clock: Clock) -> None:
+        self._scorer, self._text, self._clock = scorer, text, clock
+        self.reading: dict[str, float] = {}
+        self.passes: dict[str, int] = {}
+
+    def begin(self, drafters: Iterable[Drafter]) -> None:
+        """Have the target and drafters read the context."""
+        from specbench.decoding.protocols import ForwardRequest
+
+        scorer, text = self._scorer, self._text
+        scorer.begin()
+        self.target(1)
+        for drafter in dict.fromkeys(drafters):
+            layers = drafter.traits.layers
+            if layers:
+                scorer.begin()
+            drafter.begin(text)
+            if layers:  # it needs the target's states
+                states = scorer.score(ForwardRequest(scorer, text[:-1], rows=1, layers=layers)).hidden
+                assert states is not None
+                drafter.update(_no_tokens(text, states))
+            self.draft(drafter)
+
+    def target(self, tokens: int) -> float:
+        """Time a pass of the target; of plain decoding, the second of two equal passes."""
+        from specbench.decoding.protocols import ForwardRequest
+
+        drafted = [self._text[i % len(self._text)] for i in range(tokens - 1)]
+        took = 0.0
+        for _ in range(2 if tokens == 1 else 1):
+            began = self._clock()
+            self._scorer.score(ForwardRequest(self._scorer, self._text, drafted))
+            took = self._clock() - began
+            self._scorer.rollback(len(self._text) - 1)
+        return took
+
+    def draft(self, drafter: Drafter, tokens: int = 1, nodes: int = 0) -> float:
+        """Time drafting tokens, or a tree with ``nodes`` nodes and one child of each."""
+        from specbench.decoding.protocols import StepPlan, run_to_end
+        from specbench.decoding.sampling import Randomness, Sampling
+        from specbench.policies import FixedLength
+        from specbench.policies.trees import StaticTreePolicy
+
+        name = drafter.traits.name
+        shape = StaticTreePolicy.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(tokens)
+        most = 2 if nodes else tokens
+        began = self._clock()
+        found = run_to_end(drafter.propose(self._text, StepPlan(most, shape, Sampling(), Randomness(0))))
+        took = self._clock() - began
+        self.reading[name] = self.reading.get(name, 0.0) + found.prefill_s
+        if tokens > 1:
+            self.passes[name] = len(found.tokens) if found.passes is None else found.passes
+        drafter.update(_no_tokens(self._text))
+        return took
+
+    def drafting(self, drafter: Drafter, **what: int) -> float:
+        """Time a draft with what it costs the target: its next pass finds less in the caches than one after a pass."""
+        from specbench.drafters.parts import models_of
+
+        took = self.draft(drafter, **what)
+        return took + (max(0.0, self.target(2) - self.target(2)) if models_of(drafter) else 0.0)
+
+
 def time_passes(
     scorer: Scorer,
     drafters: Mapping[str, Drafter],
@@ -148,67 +219,21 @@ def time_passes(
         tree_nodes: Numbers of tree nodes in a forward pass, for drafters that draft trees.
         context: Tokens of context; ``None`` for 256. A drafter that cannot read so many is not timed.
     """
-    from specbench.decoding.protocols import ForwardRequest, StepPlan, run_to_end
-    from specbench.decoding.sampling import Randomness, Sampling
-    from specbench.drafters.parts import context_limit, models_of, without_guesses
-    from specbench.policies import FixedLength
-    from specbench.policies.trees import StaticTreePolicy
+    from specbench.drafters.parts import context_limit, without_guesses
 
     wanted = context or _CONTEXT
     limit = scorer.context_limit or wanted + max(widths)
     length = max(1, min(wanted, limit - max(widths)))
     text = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
     drafters = {name: each for name, each in drafters.items() if (context_limit(each) or length) >= length}
-
-    def target_pass(n: int) -> float:
-        drafted = [text[i % length] for i in range(n - 1)]
-        began = clock()
-        scorer.score(ForwardRequest(scorer, text, drafted))
-        took = clock() - began
-        scorer.rollback(length - 1)
-        return took
-
-    def plain_pass() -> float:
-        """Time the second of two equal passes, as in plain decoding."""
-        target_pass(1)
-        return target_pass(1)
-
-    reading: dict[str, float] = {}
-    passes: dict[str, int] = {}
-
-    def draft(drafter: Drafter, tokens: int = 1, nodes: int = 0) -> float:
-        """Draft tokens, or a tree with ``nodes`` nodes and one child of each; note if it reads the context."""
-        shape = StaticTreePolicy.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(tokens)
-        most = 2 if nodes else tokens
-        began = clock()
-        found = run_to_end(drafter.propose(text, StepPlan(most, shape, Sampling(), Randomness(0))))
-        took = clock() - began
-        reading[drafter.traits.name] = reading.get(drafter.traits.name, 0.0) + found.prefill_s
-        if tokens > 1:
-            passes[drafter.traits.name] = len(found.tokens) if found.passes is None else found.passes
-        drafter.update(_no_tokens(text))
-        return took
-
-    def drafting(drafter: Drafter, **what: int) -> float:
-        """Time a draft with what it costs the target: its next pass finds less in the caches than one after a pass."""
-        took = draft(drafter, **what)
-        return took + (max(0.0, target_pass(2) - target_pass(2)) if models_of(drafter) else 0.0)
-
-    scorer.begin()
-    target_pass(1)  # reads the context
-    for drafter in dict.fromkeys(drafters.values()):
-        if drafter.traits.layers:
-            scorer.begin()
-        _begin(drafter, scorer, text)
-        draft(drafter)  # reads the context too, if it has a cache
-    jobs: dict[Any, Callable[[], float]] = {
-        n: partial(target_pass, n) if n > 1 else plain_pass for n in widths
-    }
+    timed = _Passes(scorer, text, clock)
+    timed.begin(drafters.values())
+    jobs: dict[Any, Callable[[], float]] = {n: partial(timed.target, n) for n in widths}
     for drafter in drafters.values():
-        jobs[drafter, "one"] = partial(drafting, drafter)
-        jobs[drafter, "several"] = partial(drafting, drafter, tokens=_DRAFTED)
+        jobs[drafter, "one"] = partial(timed.drafting, drafter)
+        jobs[drafter, "several"] = partial(timed.drafting, drafter, tokens=_DRAFTED)
         for nodes in tree_nodes if drafter.traits.trees else ():
-            jobs[drafter, nodes] = partial(drafting, drafter, nodes=nodes)
+            jobs[drafter, nodes] = partial(timed.drafting, drafter, nodes=nodes)
     with without_guesses(drafters.values()):
         times = time_in_turn(jobs, rounds, order)
         for _ in range(_AGAIN):
@@ -220,7 +245,7 @@ def time_passes(
     lines = [CostLine(kind="target", tokens=n, seconds=times[n], context_tokens=length) for n in widths]
     for name, drafter in drafters.items():
         at: dict[str, Any] = {"drafter": name, "context_tokens": length}
-        count, read_s = passes[drafter.traits.name], reading[drafter.traits.name]
+        count, read_s = timed.passes[drafter.traits.name], timed.reading[drafter.traits.name]
         # A pass that drafts several tokens takes longer than one that drafts one.
         one = times[drafter, "several" if count == 1 else "one"]
         lines.append(CostLine(kind="drafter", seconds=one, **at))
@@ -239,19 +264,6 @@ def time_passes(
 def _falls(seconds: Mapping[int, float]) -> bool:
     """Return whether a pass seems to take clearly longer than one over more tokens, as on a disturbed machine."""
     return any((1 - _FALL) * seconds[n] > least for n, least in never_falling(seconds).items())
-
-
-def _begin(drafter: Drafter, scorer: Scorer, context: Sequence[int]) -> None:
-    """Begin a context with a drafter, and give it the target's states if it needs them."""
-    from specbench.decoding.protocols import ForwardRequest
-
-    drafter.begin(context)
-    if drafter.traits.layers:
-        states = scorer.score(
-            ForwardRequest(scorer, context[:-1], rows=1, layers=drafter.traits.layers)
-        ).hidden
-        assert states is not None
-        drafter.update(_no_tokens(context, states))
 
 
 def _no_tokens(context: Sequence[int], states: torch.Tensor | None = None) -> StepOutcome:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.clocks import ShiftedClock
-from specbench.decoding.records import Prefill, Step
 
 if TYPE_CHECKING:
+    from specbench.decoding.records import Prefill, Step
     from specbench.generate import GenerationRun
     from specbench.generate_many import GenerationRuns
 
@@ -51,39 +51,24 @@ class Workload:
 
 @dataclass(slots=True)
 class BenchResult:
-    """Times and tokens of one request. Times count from when the first request could be sent.
+    """The emissions of one request. Times count from when the first request could be sent.
 
     Attributes:
         arrived_s: When it was sent.
-        queued_s, prefill_s: Its time in the queue, and the time of its prefill.
-        first_s, last_s: When its first and last tokens arrived.
-        first_tokens, tokens: Number of tokens of the first emission, and of all.
+        emissions: When tokens arrived, and how many.
     """
 
     run: GenerationRun
     arrived_s: float
-    queued_s: float = 0.0
-    prefill_s: float = 0.0
-    first_s: float = 0.0
-    last_s: float = 0.0
-    first_tokens: int = 0
-    tokens: int = 0
+    emissions: list[tuple[float, int]] = field(default_factory=list)
     ended: bool = False
 
     def add(self, record: Prefill | Step, now: float) -> int:
         """Add a record that arrived at ``now``; return its number of tokens."""
-        if isinstance(record, Prefill):
-            self.queued_s, self.prefill_s = record.queued_s, record.time_s
-            emitted = 0 if record.token is None else 1
-        else:
-            emitted = len(record.tokens)
-        if emitted and not self.tokens:
-            self.first_s, self.first_tokens = now, emitted
-        if emitted:
-            self.last_s = now
-        self.tokens += emitted
+        if record.tokens:
+            self.emissions.append((now, len(record.tokens)))
         self.ended = record.finish_reason is not None
-        return emitted
+        return len(record.tokens)
 
 
 def run_workload(

@@ -8,13 +8,12 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +26,7 @@ from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep
 from specbench.bench.manifest import now
 from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs
 from specbench.bench.serving import BenchRequest, Workload
-from specbench.bench.stopping import StoppingRule
+from specbench.bench.stopping import until_answered
 from specbench.decoding.clocks import Clock
 from specbench.options import DecodingOptions
 from specbench.results.advice import disturbances, review
@@ -44,29 +43,6 @@ from specbench.specs.sweeps import Closed, Poisson
 COST_ROUNDS = 12
 """How often forward passes are timed in a sweep, spread over it."""
 
-_LATEST = 5
-"""Generations of a configuration that the time left is estimated from."""
-
-
-@dataclass(frozen=True, slots=True)
-class SweepProgress:
-    """How far a sweep is.
-
-    Attributes:
-        now: The configuration that decodes next; empty at the end.
-        done, total: The number of stored measurements, and of all, without warm-ups.
-        failed: How many of those done have failed.
-        seconds_left: An estimate; ``None`` before the first measurement.
-        problem: Why forward passes could not be timed just now; empty if they could.
-    """
-
-    now: str
-    done: int
-    total: int
-    failed: int
-    seconds_left: float | None
-    problem: str
-
 
 class Session:
     """An engine that measures a sweep into a store: single cells in any order, or all that the store lacks.
@@ -75,14 +51,14 @@ class Session:
         sweep: What to measure.
         store: Where to store the measurements; existing lines are not changed.
         engine: The engine that decodes.
-        clock: Clock of the time limit and of the estimated time left.
-        minutes: Time limit of a sweep with ``until``; ``None`` for none.
+        clock: Times limits.
         snapshot: Reads the machine load before and after each generation.
         notes: What the user should know about the models or servers.
 
     Attributes:
         measured, failed, found: The numbers of generations measured, of those that failed, and of those that the store
             had.
+        problem: Why forward passes could not be timed; empty if they could.
         warnings: What is doubtful about the run, once it is finished.
     """
 
@@ -92,14 +68,13 @@ class Session:
         store: RunStore,
         engine: BenchEngine,
         *,
-        clock: Clock | None = None,
-        minutes: float | None = None,
+        clock: Clock = perf_counter,
         snapshot: Callable[[], LoadSnapshot] = load_snapshot,
         notes: Sequence[str] = (),
     ) -> None:
         self.sweep, self.store, self.engine, self.notes = sweep, store, engine, notes
         self.configs = {config.id: config for config in sweep.configs}
-        self._clock, self._minutes, self._snapshot = clock or perf_counter, minutes, snapshot
+        self.clock, self._snapshot = clock, snapshot
         self._prompts = ContextPrompts(sweep.prompts, sweep.options.template, sweep.text, engine.count_tokens)
         self._answers: dict[tuple[str, str, int], dict[int, Sequence[int] | str]] = {}
         for each in store.measurements():  # conversations continue with the stored outputs of earlier turns
@@ -108,11 +83,8 @@ class Session:
                 self._answers_of(line.config, line.prompt, line.repeat)[line.turn] = _said(each.result)
         self._encoded: dict[tuple[str, bool | None], Any] = {}
         self._fastest_mhz = 0.0
-        # Passes of servers cannot be timed, and those of several requests are not.
-        self._costs_work = not (sweep.options.servers or sweep.options.batches)
-        self._took: dict[str, deque[float]] = {}
-        self._rule: StoppingRule | None = None
         self.measured = self.failed = self.found = 0
+        self.problem = ""
         self.warnings: tuple[RunWarning, ...] = ()
         count_stops()
 
@@ -127,8 +99,8 @@ class Session:
         done = self.store.done_keys()
         return [cell for cell in self.planned if cell.key not in done]
 
-    def run(self) -> Iterator[SweepProgress]:
-        """Measure cell by cell and finish the run; yield how far it is, at the beginning and after each cell.
+    def run(self) -> Iterator[str]:
+        """Measure cell by cell and finish the run; before each cell yield what decodes next, and nothing at the end.
 
         A generation that fails is stored as failed, and the sweep continues. Warm-ups run whenever anything is left to
         measure, since each process has to be warmed up; their lines are stored once. Whoever stops iterating stops the
@@ -140,29 +112,23 @@ class Session:
         """
         left = self.left
         self.found = len(self.planned) - len(left)
-        cells, until = iter(left), self.sweep.options.until
-        waiting = Counter(cell.config for cell in left)
-        if until is not None and left:
-            self._rule = StoppingRule(until, self._minutes, self.store, self.planned, self._clock)
-            cells = self._rule.cells(left)
+        cells = iter(left)
+        if self.sweep.options.until is not None and left:
+            cells = until_answered(left, self.planned, self.sweep.options, self.store, self.clock)
         if (first := next(cells, None)) is not None:  # else there is nothing to warm up for
             warmed = self.store.done_keys()
             for cell in self.sweep.plan():
                 if cell.warmup:
-                    yield self._progress(f"warming up: {self.configs[cell.config].label}", waiting)
+                    yield f"warming up: {self.configs[cell.config].label}"
                     measurement = self.measure(cell)
                     if cell.key not in warmed:
                         self.store.append(measurement)
-            for cell, problem in self._with_costs(left, chain([first], cells)):
-                yield self._progress(self.configs[cell.config].label, waiting, problem)
-                began = self._clock()
+            for cell in self._with_costs(left, chain([first], cells)):
+                yield self.configs[cell.config].label
                 measured = self.store.append(self.measure(cell))
-                took = self._took.setdefault(cell.config, deque(maxlen=_LATEST))
-                took.append(self._clock() - began)
                 self.measured += 1
                 self.failed += measured.result is None
-                waiting[cell.config] -= 1
-            yield self._progress("", waiting)
+            yield ""
         self.finish()
 
     def run_all(self) -> Session:
@@ -220,31 +186,21 @@ class Session:
                 )
         return found
 
-    def _with_costs(self, left: Sequence[Cell], cells: Iterable[Cell]) -> Iterator[tuple[Cell, str]]:
-        """Yield cells, and time forward passes between them now and then; with why that failed, else an empty text."""
+    def _with_costs(self, left: Sequence[Cell], cells: Iterable[Cell]) -> Iterator[Cell]:
+        """Yield cells, and time forward passes between them now and then."""
         # A machine may change its state within half a minute, so passes are timed close to what they are compared with.
         cells_at = Counter(self.configs[cell.config].condition.context for cell in left)
         seen, timed = Counter[int | None](), Counter[int | None]()
         before = None
         for cell in cells:
-            at, problem = self.configs[cell.config].condition.context, ""
+            at = self.configs[cell.config].condition.context
             # Only between blocks: within one, configurations run back to back.
             if (cell.order == 0 or at != before) and timed[at] * cells_at[at] <= COST_ROUNDS * seen[at]:
-                problem = self.measure_costs(at)
+                self.measure_costs(at)
                 timed[at] += 1
-            yield cell, problem
+            yield cell
             seen[at] += 1
             before = at
-
-    def _progress(self, doing: str, waiting: Mapping[str, int], problem: str = "") -> SweepProgress:
-        means = {name: fmean(each) for name, each in self._took.items()}
-        usual = fmean(means.values()) if means else None
-        beaten = () if self._rule is None else self._rule.beaten
-        left_s = usual and sum(
-            number * means.get(name, usual) for name, number in waiting.items() if name not in beaten
-        )
-        done = self.found + self.measured
-        return SweepProgress(doing, done, len(self.planned), self.failed, left_s, problem)
 
     def _answers_of(self, config: str, prompt: str, repeat: int) -> dict[int, Sequence[int] | str]:
         return self._answers.setdefault((config, prompt, repeat), {})
@@ -345,26 +301,24 @@ class Session:
         seed = random.Random(f"{cell.seed}/{name}").getrandbits(31)
         return BenchRequest(self._encoded[key], seed, name, prompt.category)
 
-    def measure_costs(self, context: int | None = None) -> str:
-        """Time forward passes of one request after so much context; with batches nothing.
+    def measure_costs(self, context: int | None = None) -> None:
+        """Time forward passes of one request after so much context, unless that has failed before: see ``problem``.
 
-        Returns:
-            Why that failed: they are not timed again. Otherwise an empty text.
+        Those of servers cannot be timed, and those of several requests are not.
         """
-        if not self._costs_work:
-            return ""
+        if self.problem or self.sweep.options.servers or self.sweep.options.batches:
+            return
         stops = self._snapshot().stops
         try:
             costs = self._time_passes(context)
             if self._snapshot().stops > stops:  # the pause would be in one of the times
                 costs = self._time_passes(context)
         except Exception as error:
-            self._costs_work = False
-            return _message(error)
+            self.problem = _message(error)
+            return
         self.store.append_costs(costs)
         with suppress(ValueError):  # a fit below 0 is not stored
             self.store.update(costs=pass_costs(self.store.costs()))
-        return ""
 
     def _time_passes(self, context: int | None) -> list[CostLine]:
         options = self.sweep.options

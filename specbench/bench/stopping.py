@@ -10,7 +10,7 @@ whatever the reason for stopping; benchmarks/interval_coverage.py measures their
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
@@ -20,12 +20,12 @@ from specbench.results.results import load_results
 from specbench.results.run import RIVALS, Stopping
 from specbench.results.stats import AT_EVERY_LOOK
 from specbench.results.summary import Summary, best_by_baseline
-from specbench.specs.sweeps import Until
 
 if TYPE_CHECKING:
-    from specbench.bench.grid import Cell
+    from specbench.bench.grid import Cell, SweepOptions
     from specbench.decoding.clocks import Clock
     from specbench.results.store import RunStore
+    from specbench.specs.sweeps import Until
 
 FIRST_LOOK = 6
 """Blocks before the first look: with fewer, intervals are too wide to be worth their share of the error."""
@@ -44,68 +44,59 @@ def looks(prompts: int, repeats: int) -> set[int]:
     return {*filter(look_due, range(prompts)), *(prompts * repeat for repeat in range(1, repeats + 1))}
 
 
-class StoppingRule:
-    """When a sweep stops: its answer is the verdict on the fastest configuration, or a narrow interval.
+def until_answered(
+    left: Iterable[Cell], planned: Sequence[Cell], options: SweepOptions, store: RunStore, clock: Clock
+) -> Iterator[Cell]:
+    """Yield the cells to measure, of those that are left, until the answer of a sweep is sure or the time is up.
 
-    A configuration whose interval lies below that of the fastest is measured no further.
-
-    Attributes:
-        beaten: Ids of these configurations.
-
-    Args:
-        until: When the answer is sure enough.
-        minutes: Time limit; ``None`` for none.
-        store: The run, which keeps the rule and how it ended.
-        planned: The plan of the sweep, without warm-ups.
-        clock: Clock of the time limit.
+    Its answer is the verdict on the fastest configuration, or a narrow interval. A configuration whose interval lies
+    below that of the fastest is measured no further. The run keeps the rule and how it ended.
     """
+    until, minutes = options.until, options.minutes
+    assert until is not None
+    rule = Stopping(until=str(until), minutes=minutes, confidence=AT_EVERY_LOOK)
+    store.update(stopping=rule)
+    end_s = math.inf if minutes is None else clock() + 60 * minutes
+    firsts = [cell for cell in planned if cell.order == 0 and cell.turn == 0]
+    decoded = {cell: number for number, cell in enumerate(firsts)}
+    prompts = sum(cell.repeat == 0 for cell in firsts)
+    due = looks(prompts, len(firsts) // max(1, prompts))
+    beaten: Collection[str] = ()
+    ended: Literal["decided", "time", "blocks"] = "blocks"
+    for cell in left:
+        if cell.order == 0:
+            if decoded.get(cell) in due:
+                sure, beaten = _look(store, until)
+                if sure:
+                    ended = "decided"
+                    break
+            if clock() > end_s:
+                ended = "time"
+                break
+        if cell.config not in beaten:
+            yield cell
+    if ended == "blocks" and _look(store, until)[0]:
+        ended = "decided"
+    store.update(stopping=structs.replace(rule, ended=ended))
 
-    def __init__(
-        self, until: Until, minutes: float | None, store: RunStore, planned: Sequence[Cell], clock: Clock
-    ) -> None:
-        self._store, self._half_width = store, until.half_width
-        self._clock, self._until = clock, math.inf if minutes is None else clock() + 60 * minutes
-        firsts = [cell for cell in planned if cell.order == 0 and cell.turn == 0]
-        self._decoded = {cell: number for number, cell in enumerate(firsts)}
-        prompts = sum(cell.repeat == 0 for cell in firsts)
-        self._looks = looks(prompts, len(firsts) // max(1, prompts))
-        self.beaten: set[str] = set()
-        self._rule = Stopping(until=str(until), minutes=minutes, confidence=AT_EVERY_LOOK)
-        store.update(stopping=self._rule)
 
-    def cells(self, left: Iterable[Cell]) -> Iterator[Cell]:
-        """Yield the cells to measure, of those that are left, until the answer is sure or the time is up."""
-        for cell in left:
-            if cell.order == 0:
-                if self._decoded.get(cell) in self._looks and self._is_answered():
-                    return self._end("decided")
-                if self._clock() > self._until:
-                    return self._end("time")
-            if cell.config not in self.beaten:
-                yield cell
-        return self._end("decided" if self._is_answered() else "blocks")
+def _look(store: RunStore, until: Until) -> tuple[bool, set[str]]:
+    """Return whether the answer is sure enough, and the ids of configurations that are slower than the fastest."""
+    rows = [row for row in Summary(load_results(store.path)).rows if row.measured]
+    best = best_by_baseline(rows)
+    fastest = {row.config.baseline: row for row in best}
+    rivals = [row for row in rows if row.config.kind in RIVALS]
+    beaten = {row.config.id for row in rivals if _is_slower(row, fastest[row.config.baseline])}
+    return bool(best) and all(_is_known(row, until.half_width) for row in best), beaten
 
-    def _end(self, why: Literal["decided", "time", "blocks"]) -> None:
-        self._store.update(stopping=structs.replace(self._rule, ended=why))
 
-    def _is_answered(self) -> bool:
-        rows = [row for row in Summary(load_results(self._store.path)).rows if row.measured]
-        best = best_by_baseline(rows)
-        fastest = {row.config.baseline: row for row in best}
-        self.beaten = {
-            row.config.id
-            for row in rows
-            if row.config.kind in RIVALS and _is_slower(row, fastest[row.config.baseline])
-        }
-        return bool(best) and all(map(self._is_known, best))
-
-    def _is_known(self, row: Figures) -> bool:
-        if self._half_width is None:
-            return row.verdict != "cannot tell"
-        speedup = row.speedup
-        if speedup.basis != "prompts" or speedup.low is None or speedup.high is None:
-            return False
-        return (speedup.high - speedup.low) / 2 <= self._half_width * speedup.value
+def _is_known(row: Figures, half_width: float | None) -> bool:
+    if half_width is None:
+        return row.verdict != "cannot tell"
+    speedup = row.speedup
+    if speedup.basis != "prompts" or speedup.low is None or speedup.high is None:
+        return False
+    return (speedup.high - speedup.low) / 2 <= half_width * speedup.value
 
 
 def _is_slower(row: Figures, fastest: Figures) -> bool:

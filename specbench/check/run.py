@@ -240,7 +240,7 @@ def checks_of(
     plain_outputs: dict[str, GreedyOutput] = {}
     return [
         DecodingCheck(
-            {name: recipe.request(ids) for name, ids in prompts.items()},
+            {name: recipe.start(ids).request for name, ids in prompts.items()},
             references,
             no_transformers,
             bit_exact=recipe.target.bit_exact,

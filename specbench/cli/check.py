@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.check_options import CheckedOptions
 from specbench.cli.policy import is_chosen, row_recipe, with_cache
 from specbench.cli.progress import starting
-from specbench.cli.sweep_options import CheckedOptions
 from specbench.models.default import default_drafter
 from specbench.models.find import require_models
 from specbench.options import CacheOptions, DecodingOptions, SamplingOptions

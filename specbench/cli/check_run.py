@@ -15,12 +15,11 @@ from specbench.check.reference import prompts_that_fit, reference_output
 from specbench.check.render import check_parts, outputs_parts
 from specbench.check.run import checks_json, checks_of, verdict_on
 from specbench.cli import options as opt
+from specbench.cli.check_options import CHECKED_PROMPTS
 from specbench.cli.console import write_json, write_parts
 from specbench.cli.progress import StageProgress, starting
-from specbench.cli.setting import load_notes
 from specbench.cli.summary import show_notes
-from specbench.cli.sweep_options import CHECKED_PROMPTS
-from specbench.loaded import LoadedRecipe, load_models, notes_on_weights, transforms_of
+from specbench.loaded import LoadedRecipe, load_models, load_notes, notes_on_weights, transforms_of
 from specbench.options import quantized
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from specbench.base.record import Json
     from specbench.check.greedy import Piece
     from specbench.check.outputs import OutputResult
-    from specbench.cli.sweep_options import CheckedOptions
+    from specbench.cli.check_options import CheckedOptions
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
     from specbench.recipe import Recipe

@@ -10,18 +10,17 @@ from specbench.bench.encoding import encode_conversation
 from specbench.bench.suites import choose_prompts
 from specbench.check.render import server_parts
 from specbench.check.servers import PROMPTS, TOKENS, ServerCheck, target_score
+from specbench.cli.check_options import SERVER_ANSWERS
 from specbench.cli.check_run import show_result
 from specbench.cli.progress import StageProgress, starting
-from specbench.cli.setting import load_notes
 from specbench.cli.summary import show_notes
-from specbench.cli.sweep_options import SERVER_ANSWERS
 from specbench.experiment import server_keys
-from specbench.loaded import load_models, transforms_of
+from specbench.loaded import load_models, load_notes, transforms_of
 from specbench.specs.servers import ServerSpec, parse_server
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
-    from specbench.cli.sweep_options import CheckedOptions
+    from specbench.cli.check_options import CheckedOptions
     from specbench.recipe import Recipe
 
 

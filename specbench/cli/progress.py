@@ -99,12 +99,10 @@ class StageProgress(AbstractContextManager["StageProgress"]):
     ) -> None:
         self._bar.stop()
 
-    def update(
-        self, stage: str, done: int, total: int | None, note: str = "", left_s: float | None = None
-    ) -> None:
+    def update(self, stage: str, done: int, total: int | None, note: str = "") -> None:
         """Show that ``done`` of ``total`` units of a stage are done; ``None``: an unknown number.
 
-        ``note`` stands behind the stage's name; ``left_s`` is the time left, if it is known better than from ``done``.
+        ``note`` stands behind the stage's name.
         """
         name, now = one_line(stage), time.monotonic()
         if name != self._stage or self._task is None:
@@ -113,10 +111,8 @@ class StageProgress(AbstractContextManager["StageProgress"]):
                 self._bar.remove_task(self._task)
             self._task = self._bar.add_task(name, total=total)
         spent = now - self._began
-        if left_s is None and total and done > self._first and spent >= 1.0:
-            left_s = spent * (total - done) / (done - self._first)
-        if left_s is not None:
-            self._ends = now + left_s
+        if total and done > self._first and spent >= 1.0:
+            self._ends = now + spent * (total - done) / (done - self._first)
         title = f"{name}: {one_line(note)}" if note else name
         shown = excerpt(title, max(20, self.console.width - _BESIDE))
         self._bar.update(self._task, description=shown, completed=done, total=total)

@@ -52,7 +52,6 @@ def sweep(
     (--resume).
     """
     from specbench.base.load import load_snapshot
-    from specbench.bench.axes import parse_gammas
 
     start = load_snapshot()
     with ExitStack() as stack:
@@ -63,17 +62,14 @@ def sweep(
 
             asked = experiment(
                 "" if servers.server and not given(ctx, "target") else target,
-                gammas=None if drafting.gamma is None else parse_gammas(drafting.gamma),
-                policies=drafting.draft_policy or None,
-                servers=servers.server,
-                engine=servers.engine,
-                engine_command=servers.engine_command,
-                engine_arguments=arguments or (),
+                arguments=arguments or (),
                 decoding=decoding,
                 models=models,
                 caching=caching if is_chosen(ctx, "cache") else None,
                 template=template,
-                **compared.values(),
+                **vars(compared),
+                **vars(servers),
+                **vars(drafting),
             )
             command = command_line(sys.argv[1:])
             session = stack.enter_context(

@@ -16,7 +16,7 @@ from specbench.show.document import Paragraph, Sheet, show
 if TYPE_CHECKING:
     from specbench.base.record import Estimate
     from specbench.bench.engines.own import ModelEngine
-    from specbench.bench.session import Session, SweepProgress
+    from specbench.bench.session import Session
     from specbench.cli.progress import StageProgress
 
 _ANSWERS, _SECONDS = 6, 8.0
@@ -33,8 +33,9 @@ def show_predicted(session: Session, progress: StageProgress, say: Callable[[str
     found, clock, report = dict[str, Prediction](), perf_counter, progress.update
     report("timing passes", 0, 1)
     try:
-        if session.measure_costs(context=min(options.contexts, default=None)):
-            return  # a sweep says so when it times them again
+        session.measure_costs(context=min(options.contexts, default=None))
+        if session.problem:
+            return
         costs = pass_costs(session.store.costs())
         for plain in (each for each in session.sweep.configs if each.kind == "plain"):
             began, outputs = clock(), dict[str, Sequence[int]]()
@@ -58,13 +59,12 @@ def show_predicted(session: Session, progress: StageProgress, say: Callable[[str
         show(progress.console, Paragraph("Predicted; measured now:"), sheet)
 
 
-def show_cell(at: SweepProgress, progress: StageProgress, say: Callable[[str], None]) -> None:
-    """Show how far a sweep is, between measurements; ``say`` prints a line."""
-    if at.problem:
-        say(f"Single forward passes could not be timed: {at.problem}")
-    failed = f"{at.failed} failed" if at.failed else ""
-    note = ", ".join(filter(None, [f"{at.done} of {at.total}", failed, at.now]))
-    progress.update("measuring", at.done, at.total, note=note, left_s=at.seconds_left)
+def show_cell(session: Session, doing: str, progress: StageProgress) -> None:
+    """Show how far a sweep is, between measurements."""
+    done, total = session.found + session.measured, len(session.planned)
+    failed = f"{session.failed} failed" if session.failed else ""
+    note = ", ".join(filter(None, [f"{done} of {total}", failed, doing]))
+    progress.update("measuring", done, total, note=note)
 
 
 def _text(estimate: Estimate) -> str:

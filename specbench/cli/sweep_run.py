@@ -1,71 +1,27 @@
-"""Running a sweep and a search: what is said before, and what is shown and written afterwards."""
+"""Running a sweep: what is said before, and what is shown and written afterwards."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from specbench.base.files import file_errors, write_text
-from specbench.base.textsafe import terminal_safe
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.cli.progress import StageProgress
+from specbench.cli.run_job import RunJob
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_display import show_cell, show_predicted
 from specbench.config import FILE_NAME
-from specbench.results import advice
 from specbench.results.results import load_results
-from specbench.results.store import write_csv
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.base.load import LoadSnapshot
-    from specbench.bench.engines.own import ModelEngine
     from specbench.bench.session import Session
     from specbench.results.results import Results
-    from specbench.results.run import RunWarning
-    from specbench.results.summary import Summary
-
-
-class RunJob:
-    """A measurement into the folder of a run, with its models loaded, or its servers reached."""
-
-    def __init__(self, session: Session, quiet: bool) -> None:
-        self.session, self.folder, self.quiet = session, session.store.path, quiet
-        self.console = Console(stderr=True, highlight=False)
-        self.recipes = {each.id: each.recipe for each in session.sweep.configs if each.recipe is not None}
-        """The recipes of configurations, with models as they were named."""
-
-    def say_at_start(self, start: LoadSnapshot, notes: Sequence[str], continued: str | None) -> None:
-        """Print notes on models and the machine, and that a run is continued (``None``: it begins)."""
-        for note in notes:
-            self.say(f"note: {note}")
-        for warning in advice.warn_at_start(start):
-            self.warn(warning)
-        if continued is not None and not self.quiet:
-            self.say(f"Continuing {self.folder}{continued}.")
-
-    def write_summary(self, summary: Summary, text: str) -> None:
-        """Write the table and the answer into two files."""
-        problem = f"The summary in {str(self.folder)!r} cannot be written"
-        with file_errors(problem, "What was measured is kept."):
-            write_csv(summary.table(), self.folder / "summary.csv")
-            write_text(self.folder / "summary.md", text)
-
-    def warn(self, warning: RunWarning) -> None:
-        """Print a warning on stderr."""
-        self.say(f"{warning.severity}: {warning.message} {warning.advice}")
-
-    def say(self, line: str) -> None:
-        """Print a line on stderr."""
-        text = Text(terminal_safe(line))
-        self.console.print(text, soft_wrap=not self.console.is_terminal)
 
 
 def run_session(session: Session, start: LoadSnapshot, *, verbose: bool, quiet: bool) -> None:
@@ -83,7 +39,7 @@ def run_session(session: Session, start: LoadSnapshot, *, verbose: bool, quiet: 
         return f"{count} of {total} {cells} are" if count else ""
 
     found = stored()
-    job.say_at_start(start, [*session.notes, *_model_notes(session)], f": {found} there" if found else None)
+    job.say_at_start(start, f": {found} there" if found else None)
     interrupted = False
     for problem in store.problems:
         job.say(problem)
@@ -92,8 +48,8 @@ def run_session(session: Session, start: LoadSnapshot, *, verbose: bool, quiet: 
         try:
             if session.left and not quiet:
                 show_predicted(session, progress, job.say)
-            for at in session.run():
-                show_cell(at, progress, job.say)
+            for doing in session.run():
+                show_cell(session, doing, progress)
         except KeyboardInterrupt:
             interrupted = True
     results = load_results(folder)
@@ -101,6 +57,8 @@ def run_session(session: Session, start: LoadSnapshot, *, verbose: bool, quiet: 
         if len(results.done):
             _show(job, results, verbose=verbose)
     finally:  # also when nobody takes the table
+        if session.problem:
+            job.say(f"Single forward passes could not be timed: {session.problem}")
         for warning in session.warnings:
             job.warn(warning)
         if interrupted:
@@ -109,23 +67,13 @@ def run_session(session: Session, start: LoadSnapshot, *, verbose: bool, quiet: 
                 f" specbench sweep --out {shlex.quote(str(folder))} --resume."
             )
         else:
-            job.say(f"Results: {folder}; specbench report {shlex.quote(str(folder))} shows them.")
+            job.say(job.where)
         if session.failed:
             job.say(f"{session.failed} {cells} failed; to measure them again, add --resume.")
         if isinstance(session.engine, LaunchedEngine):
             job.say(session.engine.summary())
     if interrupted or session.failed:
         raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
-
-
-def _model_notes(session: Session) -> list[str]:
-    """Return notes on loaded models; none on servers."""
-    if session.sweep.options.servers:
-        return []
-    from specbench.cli.setting import load_notes
-
-    engine = cast("ModelEngine", session.engine)
-    return load_notes(engine.target, engine.drafters, session.sweep.options.decoding)
 
 
 def _show(job: RunJob, results: Results, *, verbose: bool) -> None:

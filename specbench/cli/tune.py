@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
-from specbench.cli.sweep_options import (
-    ENGINE_MINUTES,
-    SearchOptions,
-    ServerOptions,
-    StartedArguments,
-)
+from specbench.cli.sweep_options import ServerOptions, StartedArguments
+from specbench.cli.tune_options import ENGINE_MINUTES, MINUTES, SearchOptions
 from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
 
 
@@ -40,7 +35,7 @@ def tune(
     from specbench.cli.tune_run import tune_engine, tune_models
 
     if servers.engine is not None:
-        search = replace(search, minutes=search.minutes or ENGINE_MINUTES)
-        tune_engine(target, search, template, servers, decoding, arguments or ())
+        minutes = search.minutes or ENGINE_MINUTES
+        tune_engine(target, search, template, servers, decoding, minutes, arguments or ())
         return
-    tune_models(target, search, template, models, decoding)
+    tune_models(target, search, template, models, decoding, search.minutes or MINUTES)

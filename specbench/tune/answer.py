@@ -36,7 +36,7 @@ def find_answer(search: Search, results: Results) -> TuningAnswer:
     disturbed = disturbed[:1].upper() + disturbed[1:]
     if not race.blocks:
         return _predicted_answer(search, disturbed)
-    leader, verdict, best = race.leader, race.verdict, _best_drafting(race)
+    leader, verdict, best = race.leader, race.verdict, race.best
     provisional = not race.decided or best is None or bool(_missing(search))
     what = "" if best is None else f"{_described(rows[best])}, {stats.ratio_text(race.speedup(best))}"
     if best is None:
@@ -56,7 +56,6 @@ def find_answer(search: Search, results: Results) -> TuningAnswer:
         )
     else:
         headline = f"Not known yet: the provisional choice is {what} over plain decoding{_above(race)}."
-    measured = [name for name in race.names if name != race.plain and race.num_blocks(name)]
     return TuningAnswer(
         headline=headline,
         details=[*_details(search, disturbed)],
@@ -68,7 +67,8 @@ def find_answer(search: Search, results: Results) -> TuningAnswer:
                 categories={each: race.ratio(name, race.plain, each) for each in race.categories(name)},
                 verdict=race.verdict_of(name),
             )
-            for name in measured
+            for name in race.names
+            if name != race.plain and race.num_blocks(name)
         },
     )
 
@@ -92,28 +92,13 @@ def _predicted_answer(search: Search, disturbed: str) -> TuningAnswer:
 def _above(race: Race) -> str:
     """Return how many candidates were measured faster than the leader, which is chosen by predictions too."""
     speedup = race.speedup(race.leader).value
-    above = [name for name in _measured_to_the_end(race) if race.speedup(name).value > speedup]
+    above = [name for name in race.measured if race.speedup(name).value > speedup]
     return f"; {counted(len(above), 'other')} measured higher" if above else ""
-
-
-def _best_drafting(race: Race) -> str | None:
-    """Return the leader, or else the fastest candidate that drafts; those that are out only if there is no other."""
-    if race.leader != race.plain:
-        return race.leader
-    drafting = _measured_to_the_end(race)
-    drafting = [name for name in drafting if name not in race.eliminated] or drafting
-    return max(drafting, key=lambda name: race.ratio(name, race.plain).value, default=None)
-
-
-def _measured_to_the_end(race: Race) -> list[str]:
-    """Return the drafting candidates that were measured and did not fail, in the order of the race."""
-    drafting = (name for name in race.names if name not in {race.plain, *race.failed})
-    return [name for name in drafting if race.num_blocks(name)]
 
 
 def _missing(search: Search) -> list[str]:
     """Return what the race needed and did not measure."""
-    able = {*_measured_to_the_end(search.race)}
+    able = {*search.race.measured}
     return [what for what, names in search.needs(search.predicted).items() if able.isdisjoint(names)]
 
 
@@ -127,7 +112,7 @@ def _details(search: Search, disturbed: str) -> Iterator[str]:
     leader = _described(search.rows[race.leader])
     near = [
         f"{_described(search.rows[name])} ({stats.ratio_text(race.ratio(name, race.leader))})"
-        for name in _measured_to_the_end(race)
+        for name in race.measured
         if name != race.leader and race.ratio(name, race.leader).value >= 1.0 - MARGIN
     ]
     if near:
@@ -144,8 +129,8 @@ def _details(search: Search, disturbed: str) -> Iterator[str]:
             f"{disturbed} Candidates were measured in turn and corrected for disturbances of single"
             " generations, so the choice stands; the figures are those of a busy machine."
         )
-    if race.leader != race.plain and len(_measured_to_the_end(race)) > 1:
-        count = len(_measured_to_the_end(race))
+    if race.leader != race.plain and len(race.measured) > 1:
+        count = len(race.measured)
         yield f"The speedup is that of the best of {count} on these prompts: expect a little less on others."
 
 
@@ -157,7 +142,7 @@ def fixed_gamma(search: Search, choice: str) -> int | None:
     same = [
         each for each in search.rows.values() if each.drafter == chosen.drafter and each.gamma is not None
     ]
-    able = {*_measured_to_the_end(race)}
+    able = {*race.measured}
     measured = [each for each in same if each.id in able]
     if measured:
         return max(measured, key=lambda each: race.ratio(each.id, race.plain).value).gamma
@@ -167,13 +152,13 @@ def fixed_gamma(search: Search, choice: str) -> int | None:
 
 def _raced(search: Search) -> Iterator[str]:
     """Yield a sentence on what else was raced, and how sure it is that none of it is faster."""
-    race, best = search.race, _best_drafting(search.race)
+    race, best = search.race, search.race.best
     if best is None:
         return
     others = [
         f"{_described(search.rows[name])} {stats.ratio_text(race.speedup(name))}"
         for name in race.ranking
-        if name in _measured_to_the_end(race) and name != best
+        if name in race.measured and name != best
     ]
     against = (
         f"beside plain decoding and {listed(others, _OTHERS)}" if others else "beside plain decoding alone"
@@ -192,8 +177,7 @@ def _more_time(search: Search) -> str:
     needed = search.race.blocks_needed()
     if needed is None:
         return "More time is needed, how much is not known yet: --resume continues."
-    starting_s = 0.0 if search.servers is None else search.servers.starting_s
-    minutes = math.ceil((needed * search.block_s + starting_s) / 60)
+    minutes = math.ceil((needed * search.block_s + search.engine.starting_s) / 60)
     if minutes > _LONG:
         return f"More than {_LONG // 60} hours would be needed to decide it: --resume continues."
     return f"About {counted(minutes, 'more minute')} would decide it: --resume --minutes {minutes}."
@@ -202,7 +186,7 @@ def _more_time(search: Search) -> str:
 def _unraced(search: Search) -> Iterator[str]:
     """Yield a sentence on the drafters without a measurement to the end, those first that a race needs."""
     race, missing, found = search.race, _missing(search), dict[str, str]()
-    measured = {search.families[name] for name in _measured_to_the_end(race)}
+    measured = {search.families[name] for name in race.measured}
     failed = [name for name in race.names if name in race.failed]
     names = [*failed, *sorted(search.left_out, key=lambda name: -search.predicted.get(name, 0.0))]
     for name in sorted(names, key=lambda name: search.families[name] not in missing):
@@ -274,23 +258,19 @@ _BOUNDS = (
 
 def _table(search: Search) -> Sheet:
     """Return the table of the raced configurations."""
-    rows = [
-        [each["label"], str(each["blocks"]), _speedup_cell(each), each["outcome"]]
-        for each in tried(search)
-        if each["blocks"] is not None
-    ]
+    rows = []
+    for each in tried(search):
+        if each["blocks"] is not None:
+            speedup = "1" if each["blocks"] else "–"
+            if each["speedup"] is not None:
+                speedup = stats.ratio_text(each["speedup"], "")
+            rows.append([each["label"], str(each["blocks"]), speedup, each["outcome"]])
     return Sheet(list(_HEADINGS), rows, left=frozenset(range(len(_HEADINGS))))
-
-
-def _speedup_cell(each: Json) -> str:
-    if each["speedup"] is None:
-        return "1" if each["blocks"] else "–"
-    return stats.ratio_text(each["speedup"], "")
 
 
 def answer_parts(answer: TuningAnswer, search: Search) -> list[Part]:
     """Return the answer, its categories and the table of what was raced."""
-    best = answer.measured.get(_best_drafting(search.race) or "")
+    best = answer.measured.get(search.race.best or "")
     categories = [
         f"{name}: {stats.ratio_text(ratio)}, {counted(ratio.prompts, 'prompt')}"
         for name, ratio in sorted(_categories(best).items(), key=lambda each: -each[1].value)
@@ -314,7 +294,7 @@ def answer_text(answer: TuningAnswer, search: Search, lines: Iterable[str], *, v
 
 def as_json(answer: TuningAnswer, search: Search) -> Json:
     """Return the answer as JSON data; missing numbers are ``None``."""
-    best = answer.measured.get(_best_drafting(search.race) or "")
+    best = answer.measured.get(search.race.best or "")
     return {
         "headline": answer.headline,
         "details": answer.details,
@@ -327,14 +307,7 @@ def as_json(answer: TuningAnswer, search: Search) -> Json:
         **_estimate(best.speedup if best else None),
         "categories": {name: _estimate(ratio) for name, ratio in _categories(best).items()},
         "tried": [
-            {
-                "config": each["config"],
-                "predicted": each["predicted"],
-                "blocks": each["blocks"] or 0,
-                **_estimate(each["speedup"]),
-                "outcome": each["outcome"],
-            }
-            for each in tried(search)
+            {**each, "blocks": each["blocks"] or 0, **_estimate(each["speedup"])} for each in tried(search)
         ],
     }
 

@@ -1,7 +1,7 @@
 """Choose what `specbench tune` races: configurations of a sweep's grid, and a selection by their predicted speedups.
 
-Configurations far below the best prediction (``specbench.predict``) are not raced. All functions are pure. The settings
-of an engine are predicted from other measurements, and selected alike.
+Configurations far below the best prediction (``specbench.predict``) are not raced. The settings of an engine are
+predicted from other measurements, and selected alike.
 """
 
 from __future__ import annotations
@@ -9,21 +9,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
+from specbench.base.errors import UsageError
+from specbench.bench.grid import SweepOptions
+from specbench.experiment import Experiment, Systems
+from specbench.export.registry import load_engine
+from specbench.models.find import require_models
+from specbench.options import DecodingOptions, SamplingOptions, TemplateOptions
+from specbench.recipe import Recipe
 from specbench.results.run import Tuning
-from specbench.rows import Row
+from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
     Grammar,
     Lookup,
     SelfForm,
+    Several,
     SmallModel,
     Suffix,
     after_grammar,
     parse_drafter,
 )
 from specbench.specs.policies import Auto, DynamicTree, Fixed, PolicySpec
+
+if TYPE_CHECKING:
+    from specbench.export.engine import ExportEngine
 
 GAMMAS = (1, 2, 3, 4, 6, 8)
 """Draft lengths of the policy ``fixed``; only the one with the best prediction is raced."""
@@ -37,14 +49,65 @@ out: other prompts, and passes that are slower within a step."""
 
 NO_TIME = "no time"
 
-_BLOCK_CHAIN = Auto(verification="block")
-"""The chain of ``auto``, with block verification, above temperature 0."""
+BLOCK_CHAIN = Auto(verification="block")
+"""The chain of ``auto``, with block verification, above temperature 0; it gains nothing for drafters without
+probabilities."""
 
-_FRONTS = ("lookup", "suffix")
-"""Drafters without a model that are put before each model."""
+_FRONTS = [cast("Cascade", parse_drafter(f"{front}+self:int8")) for front in ("lookup", "suffix")]
+"""Cascades of drafters without a model before each model, which takes the place of ``self``."""
+
+
+_REPEATS = 3
+"""Times that a prompt is decoded at most."""
 
 
 # -- candidates ------------------------------------------------------------------------------------
+
+
+def given_drafters(
+    base: Recipe, drafters: Sequence[str], engine: str | None
+) -> tuple[list[DrafterSpec], ExportEngine | None]:
+    """Return drafters that the user named, and the engine that has to support all that is tried.
+
+    Raises:
+        UsageError: A drafter is none, cannot be predicted, or is not supported by the engine.
+    """
+    given = [spec for spec in map(parse_drafter, dict.fromkeys(drafters)) if not spec.is_plain]
+    only = None if engine is None else load_engine(engine)
+    for spec in given:
+        if only is not None and not only.supports(spec):
+            supported = f"Supported: {only.describe_drafters()}."
+            raise UsageError(f"{only.title} does not support the drafter {spec}.", supported)
+        if isinstance(spec, Several):
+            raise UsageError(
+                f"The drafter {spec} cannot be predicted.", "Measure it with `specbench sweep --until sure`."
+            )
+        replace(base, drafter=spec).check("timing")
+    require_models(base.target, *(part.model for spec in given for part in spec.models))
+    return given, only
+
+
+def search_experiment(
+    systems: Systems,
+    prompts: Sequence[str],
+    temperature: float,
+    decoding: DecodingOptions,
+    template: TemplateOptions,
+    *,
+    chained: bool = False,
+) -> Experiment:
+    """Return the experiment of a search; for ``chained`` see ``rules_to_try``."""
+    options = SweepOptions(
+        conditions_of(temperature=[SamplingOptions(temperature).temperature]),
+        gammas=GAMMAS,
+        policies=rules_to_try(greedy=temperature == 0, chained=chained),
+        decoding=decoding,
+        repeats=_REPEATS,
+        warmup=0,
+        turns=1,
+        template=template,
+    )
+    return Experiment(systems=systems, options=options, prompts=prompts, tuned=True)
 
 
 def drafters_to_try(
@@ -59,17 +122,11 @@ def drafters_to_try(
     """
     given = [spec for spec in given if not spec.is_plain]
     backs = [spec for spec in (*forms, *given) if isinstance(spec, SelfForm | SmallModel)]
-    cascades = [_cascade(front, back) for back in backs for front in _FRONTS]
+    cascades = [replace(front, back=back) for back in backs for front in _FRONTS]
     tried = dict.fromkeys([Lookup(), Suffix(), *forms, *given, *cascades])
     if formatted:  # where a drafter can draft what is not forced
         tried = dict.fromkeys([Grammar(), *(after_grammar(spec) or spec for spec in tried)])
     return list(tried)
-
-
-def _cascade(front: str, back: SelfForm | SmallModel) -> Cascade:
-    spec = parse_drafter(f"{front}+self:int8")
-    assert isinstance(spec, Cascade)
-    return replace(spec, back=back)
 
 
 def rules_to_try(*, greedy: bool, chained: bool) -> tuple[PolicySpec, ...]:
@@ -79,17 +136,10 @@ def rules_to_try(*, greedy: bool, chained: bool) -> tuple[PolicySpec, ...]:
         greedy: Whether the temperature is 0; otherwise block verification is tried too.
         chained: Whether forward passes must be bit-exact, so that only chains can be drafted.
     """
-    block = () if greedy else (_BLOCK_CHAIN,)
+    block = () if greedy else (BLOCK_CHAIN,)
     if chained:
         return (Auto(), Fixed(), *block)
     return (Auto(), *block, Fixed(), DynamicTree())
-
-
-def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
-    """Return whether one of these policies is tried: block verification gains nothing for drafters without
-    probabilities.
-    """
-    return drafter.has_logits or policy != _BLOCK_CHAIN
 
 
 # -- selection -------------------------------------------------------------------------------------

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import RunError, UsageError
-from specbench.bench.engines.own import ModelEngine, check_engine
+from specbench.bench.engines.own import ModelEngine
 from specbench.bench.manifest import describe_models
-from specbench.experiment import FolderOf, Opened
+from specbench.experiment import Opened
 from specbench.kernels import is_available
+from specbench.loaded import drafter_notes
 from specbench.models.devices import available_memory, resolve_device
 from specbench.models.drafters import DrafterLoader
 from specbench.models.mtp_layouts import has_mtp_layers
-from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
+from specbench.models.prepare import LoadedDrafter, check_models, prepare, prepare_drafters
 from specbench.models.target import default_cache
 from specbench.options import quantized
-from specbench.recipe import Recipe, with_small_models
+from specbench.recipe import with_small_models
 from specbench.specs.drafters import DrafterSpec, Lookup, Mtp, SelfForm, SmallModel, after_grammar
 from specbench.specs.policies import Auto
-from specbench.tune.candidates import drafters_to_try, is_tried
+from specbench.tune.candidates import BLOCK_CHAIN, drafters_to_try
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.bench.grid import SweepOptions
+    from specbench.experiment import FolderOf
     from specbench.export.engine import ExportEngine
-    from specbench.options import CacheKind, ModelOptions
+    from specbench.options import ModelOptions
+    from specbench.recipe import Recipe
     from specbench.rows import Row
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
@@ -45,65 +48,50 @@ class Candidates:
     def opened(
         self, options: SweepOptions, folder_of: FolderOf, progress: Progress | None
     ) -> Iterator[Opened]:
-        check_engine(self.base, self.given, options, progress)
+        models, only = self.base.models, self.only
+        check_models(self.base.target, self.given, models, progress=progress)
         sources = describe_models(self.base, self.given)
-        folder, formatted = folder_of(sources["target"]), options.decoding.format is not None
-        engine, cache, notes = self._load(formatted, progress)
-        base = replace(self.base, caching=replace(self.base.caching, cache=cache))
-        yield Opened(engine, options, self._rows(options, engine, base), folder, sources, notes)
-
-    def _load(self, formatted: bool, progress: Progress | None) -> tuple[ModelEngine, CacheKind, list[str]]:
-        """Load the target and all drafters to try, behind ``grammar`` if outputs are ``formatted``.
-
-        One that does not fit into memory raises its error when it is used.
-
-        Returns:
-            The engine that decodes with them, the kind of KV cache, and notes for the user.
-        """
-        models = self.base.models
-        loaded, _ = prepare(self.base.target, (), models, progress=progress)
-        model = loaded.language_model.model
-        kind = default_cache(model.config, quantized=loaded.quantization is not None)
-        forms = [] if self.only else _own_forms(models, sum(each.numel() for each in model.parameters()))
-        notes = [note for note in (loaded.language_model.slower,) if note]
+        folder = folder_of(sources["target"])
+        target, _ = prepare(self.base.target, (), models, progress=progress)
+        notes = [target.language_model.slower] if target.language_model.slower else []
+        model = target.language_model.model
+        kind = default_cache(model.config, quantized=target.quantization is not None)
         loader = DrafterLoader(cache=kind, progress=progress, allow_pickle=models.allow_pickle)
         own = [Mtp()] if has_mtp_layers(self.base.target) else []
 
-        def candidates(forms: Sequence[SelfForm]) -> list[DrafterSpec]:
+        def load(forms: Sequence[SelfForm]) -> list[LoadedDrafter]:
+            """Load the drafters to try; one that does not fit into memory raises its error when it is used."""
+            formatted = options.decoding.format is not None
             tried = drafters_to_try([*self.given, *own], forms, formatted=formatted)
-            return [each for each in tried if self.only is None or self.only.exports(each)]
+            tried = [each for each in tried if only is None or only.exports(each)]
+            return prepare_drafters(target, tried, loader)
 
+        forms = [] if only else _own_forms(models, sum(each.numel() for each in model.parameters()))
         try:
-            drafters = prepare_drafters(loaded, candidates(forms), loader)
+            drafters = load(forms)
         except UsageError as error:
             if not forms:
                 raise
             notes.append(f"Forms of the target are left out: {error.message}")
-            drafters = prepare_drafters(loaded, candidates([]), loader)
+            drafters = load([])
         small = _in_int4(drafters)
         if small and is_available():  # where int4 is fast
-            drafters += prepare_drafters(loaded, small, loader)
-        return ModelEngine(loaded, drafters), kind, notes
+            drafters += prepare_drafters(target, small, loader)
+        notes += drafter_notes(each.outcome for each in drafters)
+        engine = ModelEngine(target, drafters)
+        base = replace(self.base, caching=replace(self.base.caching, cache=kind))
+        exported = {each.name for each in drafters if only is None or only.exports(each.spec, each.training)}
+        rows = [row for row in engine.configs(options, base) if _is_tried(row, only, exported)]
+        yield Opened(engine, options, rows, folder, sources, notes)
 
-    def _rows(self, options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[Row]:
-        """Return the grid of all loaded drafters, or what an engine supports of it."""
-        only = self.only
-        names = {
-            each.name for each in engine.drafters if only is None or only.exports(each.spec, each.training)
-        }
-        return [
-            each
-            for each in engine.configs(options, base)
-            if each.recipe is not None
-            and (
-                each.policy is None
-                or (
-                    is_tried(each.policy, each.recipe.drafter)
-                    and each.drafter in names
-                    and (only is None or each.policy.word in ("fixed", *only.policies))
-                )
-            )
-        ]
+
+def _is_tried(row: Row, only: ExportEngine | None, exported: Collection[str]) -> bool:
+    """Return whether a row of the grid is raced: plain decoding, and what an engine supports of the others."""
+    if row.recipe is None or row.policy is None:
+        return row.recipe is not None
+    supported = only is None or row.policy.word in ("fixed", *only.policies)
+    gains = row.recipe.drafter.has_logits or row.policy != BLOCK_CHAIN
+    return gains and supported and row.drafter in exported
 
 
 def _as_int4(part: DrafterSpec) -> DrafterSpec:

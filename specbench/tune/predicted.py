@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, cast
 
 from specbench.base.errors import RunError
 from specbench.bench.grid import Cell
 from specbench.bench.passes import pass_costs
 from specbench.results.lines import Generation
-from specbench.tune.candidates import BLOCKS, best_of_each, select
+from specbench.tune.candidates import BLOCKS, best_of_each, select, with_policies
 from specbench.tune.race import Block
-from specbench.tune.search import plain_failed
+from specbench.tune.search import Search, plain_failed, race_end
 
 if TYPE_CHECKING:
+    from specbench.base.progress import Progress
+    from specbench.bench.engines.own import ModelEngine
+    from specbench.bench.session import Session
     from specbench.decoding.theory import PassCosts
+    from specbench.recipe import Recipe
     from specbench.results.run import Tuning
-    from specbench.tune.search import Search
-
-Predict: TypeAlias = Callable[
-    [Mapping[str, Sequence[int]], "PassCosts", Callable[..., None]],
-    tuple[Mapping[str, float], Mapping[str, str]],
-]
-"""Returns predicted speedups over plain decoding, by id, from its outputs by prompt and from times of passes; and
-errors by drafter. The last argument receives progress."""
+    from specbench.specs.drafters import DrafterSpec
 
 _COST_ROUNDS = 3
 """Rounds of timing single passes, if these are short."""
@@ -52,21 +50,51 @@ _MORE_TIME = 4
 """Time to advise where it was too short, as a multiple of what was spent."""
 
 
-def choose(search: Search, predict: Predict, *, longer: bool = False) -> Tuning:
+def search_models(
+    session: Session,
+    base: Recipe,
+    given: Sequence[DrafterSpec],
+    began: float,
+    seconds: float,
+    *,
+    longer: bool,
+    progress: Progress,
+) -> Search:
+    """Return the search among configurations of loaded models; for ``longer`` see ``choose``."""
+    from specbench.models.default import default_drafter
+    from specbench.tune.loading import asked_for
+
+    engine, rows = cast("ModelEngine", session.engine), session.sweep.configs
+    return Search(
+        session,
+        partial(choose, longer=longer),
+        {row.id: row.drafter for row in rows[1:]},
+        seconds=seconds,
+        until=race_end(began, seconds),
+        asked=asked_for(rows, engine, given, default_drafter(base)),
+        progress=progress,
+    )
+
+
+def choose(search: Search, *, longer: bool = False) -> Tuning:
     """Decode some prompts plainly, predict all configurations from that, and choose what to race.
 
     Args:
         search: The search.
-        predict: Predicts speedups.
         longer: Whether it may take more time where plain decoding is slow.
 
     Raises:
         RunError: Plain decoding fails, passes cannot be timed, or the time is up.
     """
+    from specbench.predict.here import predict_rows
+
+    engine, sweep = cast("ModelEngine", search.engine), search.sweep
     costs = _measure_costs(search)
     search.tokens = _affordable(search, costs.target_s.get(1, 0.0), longer=longer)
     plain = _decode_plainly(search, longer=longer)
-    predicted, failed = predict({name: each.token_ids for name, each in plain.items()}, costs, search.report)
+    outputs = {name: each.token_ids for name, each in plain.items()}
+    found, failed = predict_rows(engine, sweep, sweep.configs[0], outputs, costs, search.report)
+    predicted = with_policies(sweep.configs, {name: each.speedup.value for name, each in found.items()})
     plain_s = fmean(each.decode_s for each in plain.values())
     first_s = fmean(each.ttft_s for each in plain.values())
     needed = best_of_each(search.needs(predicted), predicted)
@@ -85,14 +113,13 @@ def choose(search: Search, predict: Predict, *, longer: bool = False) -> Tuning:
             "Results so far are kept; continue with --resume --minutes"
             f" {math.ceil(_MORE_TIME * spent / 60)}.",
         )
-    drafting = [each for each in search.sweep.configs if each.kind == "speculative"]
     return select(
         predicted,
         race_s,
         search.left_s - rest_s,
-        {each.id: each.drafter for each in drafting},
+        search.families,
         failed,
-        lengths={each.id for each in drafting if each.gamma is not None},
+        lengths={row.id for row in sweep.configs if row.gamma is not None},
         needed=needed,
     )
 
@@ -138,6 +165,7 @@ def _measure_costs(search: Search) -> PassCosts:
             if done and search.clock() - began > _TIMING * search.seconds:
                 break
             search.report("timing passes", done, _COST_ROUNDS)
-            if problem := search.session.measure_costs():
-                raise RunError(f"Single passes could not be timed: {problem}")
+            search.session.measure_costs()
+            if search.session.problem:
+                raise RunError(f"Single passes could not be timed: {search.session.problem}")
     return pass_costs(search.store.costs())

@@ -231,7 +231,7 @@ class Race:
         self.running = [name for name in self.names if name in (*both, *others)]
 
     def _find_verdict(self, able: Sequence[str]) -> Verdict:
-        if self.leader != self.plain and self.upper_bound(self.plain, self.leader) < 1.0:
+        if self.leader != self.plain and stats.verdict(self.speedup(self.leader)) == "faster":
             return "faster"
         if any(self._may_beat(name, self.plain) for name in able if name != self.plain):
             return "open"
@@ -255,9 +255,7 @@ class Race:
         """Return the verdict on a candidate against plain decoding; for the leader, that of the race."""
         if name == self.leader:
             return "faster" if self.verdict == "faster" else "cannot tell"
-        if self.upper_bound(self.plain, name) < 1.0:
-            return "faster"
-        return "slower" if self.upper_bound(name, self.plain) < 1.0 else "cannot tell"
+        return stats.verdict(self.speedup(name))
 
     # -- figures -----------------------------------------------------------------------------------
 
@@ -328,6 +326,22 @@ class Race:
         """
         rest = [name for name in self.names if name != self.leader and self.num_blocks(name)]
         return [self.leader, *sorted(rest, key=lambda name: -self._log_ratio(name, self.leader))]
+
+    @property
+    def measured(self) -> list[str]:
+        """The candidates that draft, were measured and did not fail."""
+        drafting = (name for name in self.names if name not in {self.plain, *self.failed})
+        return [name for name in drafting if self.num_blocks(name)]
+
+    @property
+    def best(self) -> str | None:
+        """The leader, or else the fastest candidate that drafts; those that are out only if there is no other."""
+        if self.leader != self.plain:
+            return self.leader
+        running = [name for name in self.measured if name not in self.eliminated]
+        return max(
+            running or self.measured, key=lambda name: self.ratio(name, self.plain).value, default=None
+        )
 
     def num_blocks(self, name: str) -> int:
         """Return the number of blocks that a candidate was measured in."""

@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from specbench.base.errors import RunError
-from specbench.base.load import LoadSnapshot, load_snapshot
-from specbench.bench.grid import Cell, Sweep
+from specbench.bench.grid import Cell
 from specbench.bench.passes import pass_costs
-from specbench.bench.session import Session
 from specbench.bench.stopping import look_due
 from specbench.decoding.theory import PassCosts
 from specbench.results.lines import Generation, Key, Measurement
@@ -32,32 +30,34 @@ from specbench.tune.race import Block, Race, Timing, relative_slowdown, run_race
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.bench.engines.engine import BenchEngine
-    from specbench.bench.engines.launched import LaunchedEngine
-    from specbench.decoding.clocks import Clock
-    from specbench.results.run import RunWarning
-    from specbench.results.store import RunStore
+    from specbench.bench.session import Session
 
 _PLAIN_FAILURES = 3
 """Failures of plain decoding, without a success before, that end the search."""
 
+_ENDING_S, _ENDING_SHARE = 3.0, 0.03
+"""Seconds, and share of the time, for what comes after the race."""
+
 _MOST_BLOCKS = 16
 """Blocks that are taken together at most where candidates do not fit into memory together."""
+
+
+def race_end(began: float, seconds: float) -> float:
+    """Return when a race has to end, so that there is time for what comes after it."""
+    return began + seconds - max(_ENDING_S, _ENDING_SHARE * seconds)
 
 
 class Search:
     """Search for the fastest configuration: iterate over ``measure``, then read the attributes.
 
     Args:
-        sweep: The configurations (plain decoding first), prompts in the order of the race, and options; ``repeats``
-            limits the race.
+        session: Measures the configurations (plain decoding first) on the prompts, in their order; ``repeats`` of its
+            options limits the race.
         choose: Returns predicted speedups and what to race.
-        families: What configurations belong to, by id: their drafters, without the draft length.
+        families: What all but plain decoding belong to, by id: their drafters, without the draft length.
         seconds: Total time.
-        until: When the time is over, on the clock. Stored results take no time.
+        until: When the race has to end, on the session's clock. Stored results take no time.
         asked: What has to be raced in any case, see ``race_needs``.
-        servers: The engine, if it starts servers.
-        snapshot: Reads the machine load before and after each generation.
 
     Attributes:
         race: The race.
@@ -67,42 +67,39 @@ class Search:
         left_out: Why configurations were not raced, by id.
         errors: Why configurations failed in the race, by id.
         tokens: Of an output at most; ``None`` for as many as asked for.
-        warnings: What is doubtful about the run.
     """
 
     race: Race
 
     def __init__(
         self,
-        sweep: Sweep,
-        store: RunStore,
-        engine: BenchEngine,
+        session: Session,
         choose: Callable[[Search], Tuning],
         families: Mapping[str, str],
         *,
-        clock: Clock,
         seconds: float,
         until: float,
         asked: Mapping[str, Collection[str]] = {},
-        servers: LaunchedEngine | None = None,
         progress: Progress | None = None,
-        snapshot: Callable[[], LoadSnapshot] = load_snapshot,
     ) -> None:
-        self.sweep, self.store, self.families, self.servers = sweep, store, families, servers
-        self.clock, self.seconds, self.until, self.began = clock, seconds, until, clock()
+        self.session, self.sweep, self.store, self.engine = (
+            session,
+            session.sweep,
+            session.store,
+            session.engine,
+        )
+        self.families, self.clock = families, session.clock
+        self.began, self.seconds, self.until = self.clock(), seconds, until
         self._choose, self._asked, self._progress = choose, asked, progress
         self.errors: dict[str, str] = {}
         self.tokens: int | None = None
-        self.rows = {each.id: each for each in sweep.configs}
-        self.plain = sweep.configs[0].id
-        self.session = Session(sweep, store, engine, snapshot=snapshot)
-        self._stored: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
+        self.rows, self.plain = session.configs, self.sweep.configs[0].id
+        self._stored: dict[Key, Measurement] = {each.key: each for each in self.store.measurements()}
         self._plain_failures = 0
         self._durations: dict[str, float] = {}
         self._places = Counter[Block]()
         self.predicted: Mapping[str, float] = {}
         self.left_out: Mapping[str, str] = {}
-        self.warnings: tuple[RunWarning, ...] = ()
 
     def measure(self) -> Iterator[Race]:
         """Predict, select and race; yield whenever blocks were raced.
@@ -135,7 +132,6 @@ class Search:
                     "Choose other prompts.",
                 )
             self.session.finish(in_time=lambda: self.left_s > 0)
-            self.warnings = self.session.warnings
         except KeyboardInterrupt:
             if not race.blocks:
                 raise
@@ -147,16 +143,15 @@ class Search:
 
     def needs(self, predicted: Mapping[str, float]) -> dict[str, Collection[str]]:
         """Return what has to be raced beside plain decoding, see ``race_needs``."""
-        drafting = {name: self.families[name] for name in self.rows if name != self.plain}
-        return race_needs(drafting, predicted, self._asked)
+        return race_needs(self.families, predicted, self._asked)
 
     def fits(self, names: Sequence[str]) -> bool:
         """Return whether all these configurations fit into memory together."""
-        return self.servers is None or self.servers.fits([self.rows[name].drafter for name in names])
+        return self.engine.fits([self.rows[name].drafter for name in names])
 
     def start_s(self, name: str) -> float:
         """Return how many seconds it takes until a configuration can decode."""
-        return 0.0 if self.servers is None else self.servers.start_s(self.rows[name].drafter)
+        return self.engine.start_s(self.rows[name].drafter)
 
     @property
     def left_s(self) -> float:

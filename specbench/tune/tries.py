@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from specbench.bench.grid import Cell
 from specbench.results.lines import Generation
 from specbench.tune.candidates import BLOCKS, best_of_each, select
-from specbench.tune.search import plain_failed
+from specbench.tune.search import Search, plain_failed, race_end
 
 if TYPE_CHECKING:
+    from specbench.base.progress import Progress
+    from specbench.bench.session import Session
     from specbench.export.start import EngineSetting
     from specbench.results.run import Tuning
-    from specbench.tune.search import Search
+    from specbench.started import Started
 
 _SHORT = 2
 """Draft length of the shorter try of a family; the other is its longest."""
@@ -35,6 +38,26 @@ _TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
 """Prompts of the short tries, and tokens of each."""
 
 
+def search_settings(
+    session: Session, started: Started, began: float, seconds: float, progress: Progress
+) -> Search:
+    """Return the search among the settings of servers that are started."""
+    settings = dict(zip(session.configs, started.settings, strict=True))
+    named: dict[str, list[str]] = {}
+    for name, each in settings.items():
+        if each.family and each.family not in started.engine.ngrams:
+            named.setdefault(each.family, []).append(name)
+    return Search(
+        session,
+        partial(choose, settings=settings),
+        {name: each.family for name, each in settings.items() if each.family},
+        seconds=seconds,
+        until=race_end(began, seconds),
+        asked=named,
+        progress=progress,
+    )
+
+
 def choose(search: Search, settings: Mapping[str, EngineSetting]) -> Tuning:
     """Try some settings, predict all from that, and choose what to race.
 
@@ -46,22 +69,21 @@ def choose(search: Search, settings: Mapping[str, EngineSetting]) -> Tuning:
         RunError: Plain decoding failed.
     """
     tried, failed = _try(search, [search.plain, *tries_of(settings)])
-    families = {name: family for name, family in search.families.items() if family}
     plain = tried[search.plain]
     mean_s = fmean(each.total_s / max(1, each.new_tokens) for each in plain)
     plain_s = BLOCKS * mean_s * search.sweep.options.decoding.max_new_tokens
     predicted = {
         name: value
         for name, value in predict(settings, tried, plain).items()
-        if value > 0 and families[name] not in failed
+        if value > 0 and search.families[name] not in failed
     }
     return select(
         predicted,
         lambda name: plain_s / predicted[name] + search.start_s(name),
         max(0.0, search.left_s) - plain_s,
-        families,
+        search.families,
         failed,
-        lengths=families,
+        lengths=search.families,
         most=_LENGTHS,
         needed=best_of_each(search.needs(predicted), predicted),
     )
@@ -79,7 +101,7 @@ def _try(search: Search, names: Sequence[str]) -> tuple[dict[str, list[Generatio
     if search.fits(names):
         pairs.sort(key=lambda pair: prompts.index(pair[1]))
     for done, (name, prompt) in enumerate(pairs):
-        family = search.families[name]
+        family = search.families.get(name, "")
         late = search.clock() - search.began > _TRYING * search.seconds and tried[name]
         if late or (family in failed and name != search.plain):
             continue
@@ -91,7 +113,7 @@ def _try(search: Search, names: Sequence[str]) -> tuple[dict[str, list[Generatio
         else:
             failed[family] = str(measured.line.error)
     if not tried[search.plain]:
-        raise plain_failed(failed[search.families[search.plain]])
+        raise plain_failed(failed[""])
     return tried, failed
 
 

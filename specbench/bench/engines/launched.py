@@ -128,11 +128,6 @@ class LaunchedEngine(BenchEngine):
         known = {each: start.seconds for each, start in self.starts.items()}
         return 0.0 if name in self._running else known.get(name, max(known.values(), default=0.0))
 
-    @property
-    def starting_s(self) -> float:
-        """Seconds that all starts have taken."""
-        return sum(start.seconds for start in self.starts.values())
-
     def server(self, name: str) -> ServerEngine:
         """Return the engine of a server, which is started if it does not run.
 
@@ -196,6 +191,7 @@ class LaunchedEngine(BenchEngine):
         self._model_name = self._model_name or engine.servers[0].model_name
         started = Start(process, engine, time.monotonic() - began, process.memory())
         self.starts[name] = started
+        self.starting_s = sum(start.seconds for start in self.starts.values())
         return started
 
     def _warm_up(self, name: str, engine: ServerEngine) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec import structs
@@ -16,6 +16,7 @@ from msgspec import structs
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import Json, rounded
 from specbench.bench.encoding import encode_conversation
+from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
 from specbench.bench.grid import SweepOptions, build_rows
@@ -50,7 +51,7 @@ _COST_ROUNDS = 2  # forward passes of each kind, every time they are timed
 _RATED_ROWS = 32  # rows of logits that are in memory at a time while an answer is rated
 
 
-class ModelEngine:
+class ModelEngine(BenchEngine):
     """The engine of loaded models.
 
     Args:
@@ -91,12 +92,15 @@ class ModelEngine:
 
     def configs(self, options: SweepOptions, base: Recipe) -> list[Row]:
         """Return the grid of the drafters."""
-        drafting: list[tuple[LoadedName, Recipe]] = []
-        for each in self.drafters:
-            dtype = _dtype_of(each.drafter) if each.models and each.is_loaded else None
-            name = LoadedName(each.name, dtype, each.weights if each.models else None)
-            drafting.append((name, replace(base, drafter=each.spec)))
-        return build_rows(options, drafting, base)
+        named = [
+            LoadedName(
+                each.name,
+                _dtype_of(each.drafter) if each.models and each.is_loaded else None,
+                each.weights if each.models else None,
+            )
+            for each in self.drafters
+        ]
+        return build_rows(options, [*zip(named, (each.spec for each in self.drafters), strict=True)], base)
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         return encode_conversation(self.target, prompt, answers)
@@ -287,45 +291,22 @@ def _dtype_of(drafter: Drafter) -> str | None:
 
 def _request_line(asked: BenchRequest, result: BenchResult) -> RequestLine:
     generation = result.run.result()
+    emissions = result.emissions or [(result.arrived_s, 0)]
+    (first_s, first_tokens), (last_s, _) = emissions[0], emissions[-1]
     return RequestLine.of(
         generation.token_ids,
-        result.first_s - result.arrived_s,
-        result.last_s - result.first_s,
+        first_s - result.arrived_s,
+        last_s - first_s,
         generation.steps,
         prompt=asked.name,
         category=asked.category,
         prompt_tokens=generation.prompt_tokens,
         finish_reason=generation.finish_reason,
-        prefill_s=result.prefill_s,
-        first_tokens=result.first_tokens,
+        prefill_s=generation.prefill.time_s,
+        first_tokens=first_tokens,
         arrived_s=result.arrived_s,
-        queued_s=result.queued_s,
+        queued_s=generation.prefill.queued_s,
     )
-
-
-def check_engine(
-    base: Recipe,
-    drafters: Sequence[DrafterSpec] = (),
-    options: SweepOptions | None = None,
-    progress: Progress | None = None,
-) -> None:
-    """Refuse impossible models and drafters before any weights are loaded.
-
-    Raises:
-        UsageError: A drafter does not exist, does not fit, or would learn from its own earlier answers; or the target
-            is int8 or int4, and transformers would decode with the unquantized model.
-    """
-    from specbench.models.prepare import check_models
-
-    check_models(base.target, drafters, base.models, progress=progress)
-    rounded = quantized(base.models.dtype)
-    if rounded is not None and options is not None and options.others:
-        raise UsageError(
-            f"The target is {rounded}, and transformers would decode with the unquantized model.",
-            f"Leave out --dtype {rounded}, or --baseline.",
-        )
-    for spec in drafters:
-        replace(base, drafter=spec, policy=None).check("timing")
 
 
 def load_engine(
@@ -333,11 +314,15 @@ def load_engine(
     drafters: Sequence[DrafterSpec] = (),
     options: SweepOptions | None = None,
     progress: Progress | None = None,
+    **more: Any,
 ) -> ModelEngine:
-    """Load target and drafters. A drafter that does not fit into memory raises its error only when it is used.
+    """Load target and drafters, once nothing is known to be wrong with them; for other arguments see ``prepare``.
+
+    A drafter that does not fit into memory raises its error only when it is used.
 
     Raises:
-        UsageError: A drafter does not exist, or does not fit the target.
+        UsageError: A drafter does not exist, does not fit, or would learn from its own earlier answers; or the target
+            is int8 or int4, and transformers would decode with the unquantized model.
         RunError: The target cannot be loaded.
     """
     from specbench.drafters.model import ModelDrafter
@@ -346,7 +331,15 @@ def load_engine(
 
     options = options or SweepOptions()
     models = base.models
-    target, loaded = load_models(base, drafters, progress)
+    dtype = quantized(models.dtype)
+    if dtype is not None and options.others:
+        raise UsageError(
+            f"The target is {dtype}, and transformers would decode with the unquantized model.",
+            f"Leave out --dtype {dtype}, or --baseline.",
+        )
+    for spec in drafters:
+        replace(base, drafter=spec, policy=None).check("timing")
+    target, loaded = load_models(base, drafters, progress, **more)
     reference = None
     if options.others:
         reference = load_model(

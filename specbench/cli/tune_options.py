@@ -1,0 +1,52 @@
+"""Options of `specbench tune` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbench.cli.options import EngineName, drafters_field, prompts_field
+from specbench.export.registry import ENGINES
+from specbench.options import DECODING, MODELS, OUTPUT, group
+
+_decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
+
+MINUTES, ENGINE_MINUTES = 1.0, 20.0
+"""Time limits of a search."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is tried, on which prompts and for how long, and where the answer and the measurements go."""
+
+    drafter: tuple[str, ...] = drafters_field(
+        MODELS,
+        "Drafter to try as well: a model, a trained head, or a word of `specbench drafters`; repeatable. To measure"
+        " given drafters alone: `specbench sweep --until sure`.",
+    )
+    prompts: tuple[str, ...] = prompts_field()
+    temperature: float = _decoding(0.0, "--temperature -t X", "Temperature; 0 for greedy decoding.", min=0.0)
+    for_engine: EngineName | None = _option(
+        None,
+        "--for ENGINE",
+        "Only what an engine supports, so that the answer can be exported to it: " + ", ".join(ENGINES) + ".",
+    )
+    minutes: float | None = _option(
+        None,
+        "--minutes X",
+        f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, or more for a slow target; with"
+        f" --engine {ENGINE_MINUTES:g}.",
+    )
+    out: Path = _output(Path("specbench.toml"), "--out -o FILE", "File to write the configuration found to.")
+    results: Path | None = _output(
+        None, "--results FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."
+    )
+    resume: bool = _output(
+        False,
+        "--resume",
+        "Continue the run in --results. Without --results: the newest unfinished one of `specbench tune` in"
+        " results/.",
+    )
+    json_output: bool = _output(False, "--json", "Print one JSON object.")
+    verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
+    quiet: bool = _output(False, "--quiet -q", "No progress.")
