@@ -95,6 +95,7 @@ def test_figures_keep_raw_times_and_give_an_interval_over_the_pairs():
     assert figures["speedup"] == pytest.approx(5.0**0.5)
     low, high = figures["speedup_interval"]
     assert 1.5 < low < 2.0 < 2.5 < high < 3.0
+    assert figures["verdict"] == "faster", "of this prompt alone"
 
 
 def test_what_is_whole_is_kept_when_a_repeat_breaks_off():

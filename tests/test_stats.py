@@ -215,3 +215,5 @@ class TestCompare:
     )
     def test_verdict(self, low, high, expected):
         assert verdict(Estimate(1.0, low, high, 5, "prompts")) == expected
+        repeats = Estimate(1.0, low, high, 1, "repeats")
+        assert (verdict(repeats), verdict(repeats, "repeats")) == ("cannot tell", expected)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from specbench.base.record import Estimate
 from specbench.cli.summary import show_summary
+from specbench.results.stats import verdict
 
 TIMES = {f"{part}_s": share for part, share in zip(("draft", "verify", "accept", "rollback", "other"),
                                                    (0.2, 0.7, 0.05, 0.05, 0.0), strict=True)}  # fmt: skip
@@ -99,6 +102,12 @@ PAIRED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_what_it_came_to(capsys, snapshot, base, cases):
     shown = []
     for name, (changes, options) in cases.items():
-        show_summary(FIGURES | base | changes, spaced=False, **options)
+        figures = FIGURES | base | changes
+        if "speedup" in figures:
+            low, high = figures["speedup_interval"] or (None, None)
+            figures["verdict"] = verdict(
+                Estimate(figures["speedup"] or math.nan, low, high, 1, "repeats"), "repeats"
+            )
+        show_summary(figures, spaced=False, **options)
         shown.append(f"-- {name}\n{capsys.readouterr().err}")
     snapshot("\n".join(shown))

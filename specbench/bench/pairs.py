@@ -10,21 +10,30 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import asdict
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from specbench.backends.torch.parity import find_difference
 from specbench.base.load import LoadSnapshot, load_snapshot
-from specbench.base.record import Json, to_dict
-from specbench.decoding.clocks import Clock
-from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
+from specbench.base.record import Json, finite_or_none, to_dict
+from specbench.bench.engines.hf import generate_with_transformers
+from specbench.decoding.clocks import Clock, clock_for
+from specbench.decoding.metrics import summary, time_split, tokens_per_second, tokens_per_step
 from specbench.decoding.theory import relative_pass
 from specbench.policies.costs import MeasuredCosts, passes_of
+from specbench.results import stats
 from specbench.results.advice import disturbances, warn_of_disturbances
 from specbench.results.run import BUSY_WARNINGS
+from specbench.rows import Condition, OtherLibrary, Row
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Generation, Step
+    from specbench.loaded import LoadedRecipe
+    from specbench.models.load import LanguageModel
+    from specbench.models.target import Target
+    from specbench.recipe import Recipe
 
 MIN_PAIRS, MAX_PAIRS = 3, 12
 """Fewest and most pairs."""
@@ -32,13 +41,17 @@ MIN_PAIRS, MAX_PAIRS = 3, 12
 ENOUGH_S = 10.0
 """Pairs are added up to this time in all."""
 
+_WARM_UP_TOKENS = 16
+
+_TIMED_TOKENS, _TIMED_S = 64, 10.0
+"""How many tokens `transformers` decodes to be timed, and about how long, at most."""
+
 _MIN_STEPS = 8
 """Steps from which the median step is taken for the usual one."""
 
 
 class Pairs:
-    """Measurement of pairs of generations, with the drafter and plain, in the order ABBA so that drift affects both
-    alike.
+    """Generations with the drafter and plain, in the order ABBA so that drift affects both alike.
 
     Args:
         decode: Decodes the prompt once, plainly if its argument is true; its exceptions pass through.
@@ -52,23 +65,25 @@ class Pairs:
         self,
         decode: Callable[[bool], Generation],
         *,
-        clock: Clock | None = None,
+        clock: Clock = perf_counter,
         snapshot: Callable[[], LoadSnapshot] = load_snapshot,
     ) -> None:
         self.speculative: list[Generation] = []
         self.plain: list[Generation] = []
-        self._decode = decode
-        self._clock, self._snapshot = clock or perf_counter, snapshot
+        self._decode, self._clock, self._snapshot = decode, clock, snapshot
         self._disturbances: Counter[str] = Counter()
         self._fastest_mhz = 0.0
 
     def measure(self) -> None:
         """Decode until there are enough pairs."""
-        began = self._clock()
-        while not self._is_enough(self._clock() - began):
-            plain_first = len(self.plain) % 2 == 1
-            for plain in (plain_first, not plain_first):
+        began, pairs = self._clock(), 0
+        while pairs < MAX_PAIRS:
+            seconds = self._clock() - began
+            if pairs >= MIN_PAIRS and seconds * (pairs + 1) / pairs > ENOUGH_S:
+                return
+            for plain in (pairs % 2 == 1, pairs % 2 == 0):
                 self.measure_one(plain=plain)
+            pairs += 1
 
     def measure_one(self, *, plain: bool) -> None:
         """Decode once, with the drafter or plainly."""
@@ -77,18 +92,15 @@ class Pairs:
         (self.plain if plain else self.speculative).append(self._decode(plain))
         self._disturbances.update(disturbances(before, self._snapshot(), self._fastest_mhz or None))
 
-    def _is_enough(self, seconds: float) -> bool:
-        pairs = min(len(self.plain), len(self.speculative))
-        return pairs >= MIN_PAIRS and (pairs >= MAX_PAIRS or seconds * (pairs + 1) / pairs > ENOUGH_S)
-
     def figures(self) -> Json:
         """Return the comparison of all complete pairs as data; fields without enough data are ``None``.
 
         Returns:
             ``speedup``: geometric mean of the pairs' ratios of decode speeds; ``speedup_interval``: its 95% interval
-            over the pairs; ``explained``: what the tokens per step and the usual times of steps allow (``explain``);
-            ``repeats``: the times of each pair; ``warnings``: as in ``run.json``. Without a pair only ``explained``, a
-            prediction (``predict``), which is ``None`` where other programs used the processor, and ``warnings``.
+            over the pairs; ``verdict`` on it, for this prompt alone; ``explained``: what the tokens per step and the
+            usual times of steps allow (``explain``); ``repeats``: the times of each pair; ``warnings``: as in
+            ``run.json``. Without a pair only ``explained``, a prediction (``predict``), which is ``None`` where other
+            programs used the processor, and ``warnings``.
         """
         pairs = list(zip(self.speculative, self.plain, strict=False))
         count = len(self.speculative) + len(self.plain)
@@ -100,20 +112,17 @@ class Pairs:
             return {"explained": None if busy else alone, "warnings": [to_dict(each) for each in busy]}
         repeats: list[Json] = []
         for number, (fast, slow) in enumerate(pairs):
-            of_fast, of_slow = _times(fast), _times(slow)
-            repeats.append(
-                {
-                    "first": "speculative" if number % 2 == 0 else "plain",
-                    "speculative": of_fast,
-                    "plain": of_slow,
-                    "speedup": _ratio(of_fast["tokens_per_second"], of_slow["tokens_per_second"]),
-                }
-            )
-        speedup, interval = _mean([each["speedup"] for each in repeats])
+            times = {"speculative": _times(fast), "plain": _times(slow)}
+            speeds = [each["tokens_per_second"] for each in times.values()]
+            speedup = speeds[0] / speeds[1] if all(speeds) else None
+            repeats.append({"first": ("speculative", "plain")[number % 2], **times, "speedup": speedup})
+        ratios = [math.nan if each["speedup"] is None else each["speedup"] for each in repeats]
+        estimate = stats.geometric_mean(ratios, [0] * len(pairs), range(len(pairs)))
         return {
-            "speedup": speedup,
-            "speedup_interval": interval,
-            "explained": explain([fast for fast, _ in pairs], [slow for _, slow in pairs]),
+            "speedup": finite_or_none(estimate.value),
+            "speedup_interval": None if estimate.low is None else [estimate.low, estimate.high],
+            "verdict": stats.verdict(estimate, "repeats"),
+            "explained": explain(self.speculative[: len(pairs)], self.plain[: len(pairs)]),
             "repeats": repeats,
             "warnings": [to_dict(warning) for warning in warnings],
         }
@@ -206,17 +215,68 @@ def _times(generation: Generation) -> Json:
     }
 
 
-def _ratio(fast: float | None, slow: float | None) -> float | None:
-    return fast / slow if fast and slow else None
+# -- the other sides -----------------------------------------------------------------------------
 
 
-def _mean(ratios: Sequence[float | None]) -> tuple[float | None, list[float] | None]:
-    """Return the geometric mean of the pairs' ratios, and its interval."""
-    from specbench.results.stats import geometric_mean
+def transformers_speed(model: LanguageModel, recipe: Recipe, prompt: Sequence[int]) -> float | None:
+    """Return the tokens per second of ``generate`` of `transformers`, after a warm-up and the first token.
 
-    known = [math.nan if ratio is None else ratio for ratio in ratios]
-    estimate = geometric_mean(known, [0] * len(known), range(len(known)))
-    if math.isnan(estimate.value):
-        return None, None
-    interval = None if estimate.low is None or estimate.high is None else [estimate.low, estimate.high]
-    return estimate.value, interval
+    ``None`` if it ends too early to be timed. The model is as `transformers` has loaded it.
+    """
+    row, clock = (
+        Row(OtherLibrary("transformers"), Condition(recipe.sampling.temperature)),
+        clock_for(model.device),
+    )
+    longest, speed = recipe.decoding.max_new_tokens, 0.0
+    for _ in range(2):
+        tokens = int(max(_WARM_UP_TOKENS, min(_TIMED_TOKENS, _TIMED_S * speed)))
+        decoding = recipe.decoding.with_changes(max_new_tokens=min(tokens, longest))
+        outcome = generate_with_transformers(
+            model, None, model, model.context_limit, row, prompt, decoding, recipe.sampling.seed, clock
+        )
+        timed = len(outcome.token_ids) - outcome.first_tokens
+        if timed < 1 or not outcome.decode_s:
+            return None
+        speed = timed / outcome.decode_s
+    return speed
+
+
+def warm_up(loaded: LoadedRecipe, prompt: Sequence[int]) -> None:
+    """Decode once with the drafter and once plainly, so that later times do not include the costs of a first use.
+
+    With fixed tensor shapes, each new shape takes long at its first use, so whole outputs are decoded.
+    """
+    decoding = loaded.recipe.decoding
+    if loaded.recipe.caching.cache not in ("static", "compiled"):
+        decoding = decoding.with_changes(max_new_tokens=min(_WARM_UP_TOKENS, decoding.max_new_tokens))
+    for plain in (False, True):
+        for _ in loaded.start(prompt, plain=plain, decoding=decoding):
+            pass
+
+
+def compared_tokens(pairs: Pairs, loaded: LoadedRecipe, prompt: Sequence[int]) -> dict[str, Any]:
+    """Return the figures of the plain run, and where the tokens of a pair first differ."""
+    found: dict[str, Any] = {"plain": summary(pairs.plain[0]), "identical": None}
+    if not loaded.sampling.greedy:  # sampled outputs differ by design: the draws fall on other events
+        return found
+    both = [
+        (fast.token_ids, slow.token_ids) for fast, slow in zip(pairs.speculative, pairs.plain, strict=False)
+    ]
+    differing = [(fast, slow) for fast, slow in both if fast != slow]
+    found |= {"identical": not differing, "differing_repeats": len(differing)}
+    if differing:
+        decoding = loaded.recipe.decoding
+        last = len(prompt) + decoding.max_new_tokens
+        transforms = loaded.sampling.at(len(prompt), last, decoding.end_ids(loaded.target.end_ids))
+        difference = find_difference(loaded.target.scorer, prompt, *differing[0], transforms)
+        assert difference is not None
+        texts = [None if token is None else token_text(loaded.target, token) for token in difference.tokens]
+        rounding = str(loaded.target.scorer.rounding).removeprefix("torch.")
+        found["difference"] = {**asdict(difference), "rounding": rounding, "texts": texts}
+    return found
+
+
+def token_text(target: Target, token: int) -> str:
+    """Return the text of a token, special tokens included."""
+    assert target.tokenizer is not None
+    return str(target.tokenizer.decode([token], skip_special_tokens=False))

@@ -83,13 +83,9 @@ def generate(
         if show.debug or show.trace_file:
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with starting(show.quiet) as progress:
-            from specbench.cli.one_prompt import (
-                deciding_options,
-                decode,
-                notes_of,
-                transformers_speed,
-                warm_up,
-            )
+            from specbench.bench.pairs import transformers_speed, warm_up
+            from specbench.cli.one_prompt import decode
+            from specbench.cli.setting import deciding_options, notes_of
             from specbench.loaded import load_recipe
 
             stack.enter_context(quiet_transformers())
@@ -166,8 +162,6 @@ def _encode(
 ) -> list[int]:
     from specbench.generate import encode_prompt
 
-    if model.tokenizer is None:
-        raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
     ids = encode_prompt(model.tokenizer, text, chat=chat, system=system, template=template)
     limit = model.context_limit
     if limit is not None and len(ids) >= limit:

@@ -1,22 +1,21 @@
-"""Notes for the user about models that were just loaded."""
+"""What a user should know of models that were just loaded, and the options that decide an output."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbench import kernels
-from specbench.base.errors import SpecbenchError
+from specbench.cli import options as opt
+from specbench.cli.conflicts import given, without_effect
 from specbench.drafters.parts import models_of
-from specbench.drafters.translate import TranslatingDrafter
+from specbench.loaded import model_notes
+from specbench.policies import FixedLength
 from specbench.specs.drafters import Grammar
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Drafter
+    import typer
+
     from specbench.loaded import LoadedRecipe
-    from specbench.models.prepare import LoadedDrafter
-    from specbench.models.target import Target
-    from specbench.options import DecodingOptions
 
 
 def facts(loaded: LoadedRecipe) -> list[str]:
@@ -40,38 +39,31 @@ def facts(loaded: LoadedRecipe) -> list[str]:
     return lines
 
 
-def model_notes(
-    target: Target, drafters: Iterable[Drafter | SpecbenchError], decoding: DecodingOptions
-) -> list[str]:
-    """Return notes on the settings of a target, on its drafters, and on logits that depend on a pass's width."""
-    model = target.language_model
-    notes = [*model.defaults.notes(applied=decoding.model_defaults), *drafter_notes(drafters)]
-    notes += [model.slower] if model.slower else []
-    if target.widths_differ is not None:
-        notes.append(
-            f"Bit-exact forward passes are not available here: outputs of this {target.dtype} target may differ from"
-            f" plain decoding's. {target.widths_differ}"
-        )
-    return notes
+def notes_of(ctx: typer.Context, loaded: LoadedRecipe, chat: bool | None) -> list[str]:
+    """Return what the user should know before reading the output, and which options have no effect."""
+    lines: list[str] = []
+    if loaded.sampling.greedy:
+        why = "at temperature 0: the most probable token is taken"
+        lines += without_effect(ctx, why, "top_k", "top_p", "min_p", "seed")
+    if loaded.recipe.drafter.is_plain:
+        lines += without_effect(ctx, "with the drafter none", "draft_policy", "gamma")
+    dtype, drafter = loaded.target.quantization, loaded.recipe.drafter
+    if dtype and loaded.recipe.target.kind == "builtin" and not given(ctx, "drafter", "recipe"):
+        lines.append(f"The drafter is {drafter}: a model in {dtype} does not draft for itself.")
+    lines += facts(loaded)
+    if chat is not False and not getattr(loaded.target.tokenizer, "chat_template", None):
+        lines.append("The model has no chat template: the prompt is continued as raw text.")
+    return lines
 
 
-def load_notes(target: Target, drafters: Iterable[LoadedDrafter], decoding: DecodingOptions) -> list[str]:
-    """Return ``model_notes`` behind those on how the target was loaded."""
-    outcomes = [each.outcome for each in drafters]
-    return [*target.language_model.notes, *model_notes(target, outcomes, decoding)]
-
-
-def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
-    """Return a sentence for each drafter model with another tokenizer than the target's."""
-    loaded = [drafter for drafter in drafters if not isinstance(drafter, SpecbenchError)]
-    models = [model for drafter in loaded for model in models_of(drafter)]
-    translated = [model for model in models if isinstance(model, TranslatingDrafter)]
-    found = {
-        model.traits.name.rsplit(" (", 1)[0]: model.translation for model in translated
-    }  # in whatever dtype
-    return [
-        f"The drafter {name} has another tokenizer than the target: tokens are translated, and it drafts only the"
-        f" {len(both.shared):,} of the target's {both.tokens:,} tokens ({len(both.shared) / both.tokens:.1%})"
-        " that both have."
-        for name, both in found.items()
-    ]
+def deciding_options(loaded: LoadedRecipe) -> dict[str, Any]:
+    """Return the options that decide the output, by name; ``None`` for those that are switched off."""
+    policy = loaded.policy
+    branches = policy.branches or loaded.drafter.traits.several
+    named = (branches or policy.verification is not None) and not loaded.sampling.greedy
+    return {
+        "draft_policy": policy.name,
+        "verification": policy.method(loaded.drafter) if named else None,
+        "gamma": policy.gamma if isinstance(policy, FixedLength) else None,
+        **opt.deciding(loaded.recipe, loaded.sampling, loaded.target.language_model),
+    }

@@ -144,12 +144,14 @@ def _comparison(figures: Mapping[str, Any]) -> tuple[str, str]:
     found += "."
     if figures["drafter"] == "none":
         return f"Plain decoding twice: {found}", ""
-    low, high = interval or (speedup, speedup)
-    what = "Faster" if low > 1 else "Slower" if high < 1 else "Not shown to be faster"
+    what = {"cannot tell": "not shown to be faster"}.get(figures["verdict"], figures["verdict"]).capitalize()
     headline = f"{what} with the drafter on this prompt" if interval else "Too few repeats to be sure"
-    problem = "" if low > 1 or figures["explained"] is None else _because(figures)
-    if low <= 1 and not figures["drafted"]:
+    if figures["verdict"] == "faster" or (interval is None and speedup > 1):
+        problem = ""
+    elif not figures["drafted"]:
         problem = "nothing was drafted here, so nothing can be faster"
+    else:
+        problem = "" if figures["explained"] is None else _because(figures)
     return f"{headline}: {found}", problem
 
 

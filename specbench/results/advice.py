@@ -10,6 +10,7 @@ from specbench.base.record import Estimate
 from specbench.base.textsafe import counted
 from specbench.options import quantized
 from specbench.results.run import OTHER_ANSWERS, PLAIN, Mismatch, RunWarning
+from specbench.results.stats import verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -135,7 +136,7 @@ def baseline_too_slow(speedup: Estimate) -> Iterator[RunWarning]:
     Args:
         speedup: Speedup of ``generate`` over plain decoding.
     """
-    if speedup.low is not None and speedup.low > 1:
+    if verdict(speedup, "repeats") == "faster":
         yield RunWarning(
             "baseline-slow",
             "error",
@@ -238,7 +239,7 @@ def server_warnings(summary: Summary) -> Iterator[RunWarning]:
                 "Start it without a prompt cache.",
             )
         warming = row.warming
-        if warming.low is not None and warming.low > 1:
+        if verdict(warming, "repeats") == "faster":
             yield RunWarning(
                 "warm-pool",
                 "warning",

@@ -40,6 +40,7 @@ interval of a few values with an outlier would get several times as wide without
 Floats: TypeAlias = NDArray[np.float64]
 Labels: TypeAlias = Sequence[Any] | NDArray[Any]
 Verdict = Literal["faster", "slower", "cannot tell"]
+Basis = Literal["prompts", "repeats"]
 
 WIDENED = 1.5
 """Factor by which intervals of ratios are widened, on the logarithmic scale, on a busy machine."""
@@ -199,7 +200,7 @@ def geometric_mean(
     if not len(names):
         return Estimate(math.nan, None, None, 0, None)
     interval = mean_interval(means, confidence)
-    basis: Literal["prompts", "repeats"] = "prompts"
+    basis: Basis = "prompts"
     if interval is None and repeats is not None:
         interval = mean_interval(nested_means(logs, repeats)[1], confidence, fewest=2)
         basis = "repeats"
@@ -284,9 +285,7 @@ def _group_means(values: Floats, group: NDArray[np.intp], groups: int) -> Floats
     return means
 
 
-def _exponential(
-    value: float, interval: tuple[float, float] | None, prompts: int, basis: Literal["prompts", "repeats"]
-) -> Estimate:
+def _exponential(value: float, interval: tuple[float, float] | None, prompts: int, basis: Basis) -> Estimate:
     """Return the estimate whose logarithm and log interval are given."""
     if interval is not None:
         # numpy's exp overflows to inf where math's raises: two prompts far apart can have an interval without an end.
@@ -305,12 +304,13 @@ def _telling(low: float, high: float, count: int) -> bool:
 # --- Comparing ------------------------------------------------------------------------------------
 
 
-def verdict(ratio: Estimate) -> Verdict:
+def verdict(ratio: Estimate, basis: Basis = "prompts") -> Verdict:
     """Return the verdict on a speed ratio: whether its interval, the one that is shown, lies wholly above or below 1.
 
-    No other rule says "faster" of measurements. An interval over the repeats of one prompt decides nothing.
+    No other rule says "faster" of measurements. An interval over the repeats of one prompt says nothing of others; with
+    the basis "repeats", the verdict is on these prompts alone.
     """
-    if ratio.basis != "prompts" or ratio.low is None or ratio.high is None:
+    if ratio.basis not in ("prompts", basis) or ratio.low is None or ratio.high is None:
         return "cannot tell"
     return "faster" if ratio.low > 1.0 else "slower" if ratio.high < 1.0 else "cannot tell"
 
