@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     text: str,
     *,
     chat: bool | None = None,
@@ -54,13 +54,17 @@ def encode_prompt(
         template: What the chat template is told, such as whether to think; needs it too.
 
     Raises:
-        UsageError: The prompt has no tokens, or the chat template is needed and there is none, or it does not use what
-            it is told.
+        UsageError: There is no tokenizer, the prompt has no tokens, or the chat template is needed and there is none,
+            or it does not use what it is told.
 
     Examples:
         >>> encode_prompt(target.tokenizer, "Hello", chat=False)
         [19556]
     """
+    if tokenizer is None:
+        raise UsageError(
+            "The target has no tokenizer.", "Choose a model folder that holds one, or give token ids."
+        )
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if not has_template and (chat or system is not None):
         raise UsageError(
@@ -101,8 +105,6 @@ def as_tokens(
         )
     if not isinstance(prompt, str):
         return prompt
-    if target.tokenizer is None:
-        raise UsageError("The target has no tokenizer.", "Give the prompt as token ids.")
     return encode_prompt(target.tokenizer, prompt, chat=chat, system=system)
 
 
@@ -353,6 +355,13 @@ def shown_tokens(tokens: Sequence[int], finish_reason: str | None) -> Sequence[i
     return tokens[:-1] if finish_reason == "eos" else tokens
 
 
+def policy_of(gamma: int | None) -> DraftPolicy | None:
+    """Return the policy of a draft length; ``None`` without one."""
+    if gamma is not None and gamma < 1:
+        raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
+    return None if gamma is None else FixedLength(gamma)
+
+
 def speculative_generate(
     prompt: str | Sequence[int],
     target: Target,
@@ -402,13 +411,11 @@ def speculative_generate(
         >>> all(step.gamma <= 4 for step in sampled.steps)
         True
     """
-    if gamma is not None and gamma < 1:
-        raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
     run = GenerationRun(
         as_tokens(prompt, target, chat=chat, system=system),
         target,
         drafter,
-        policy=policy or (None if gamma is None else FixedLength(gamma)),
+        policy=policy or policy_of(gamma),
         sampling=sampling,
         seed=seed,
         decoding=decoding,

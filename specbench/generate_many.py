@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,10 +10,9 @@ from specbench.backends.torch.batch import RequestFactory
 from specbench.backends.torch.pools import PAGE
 from specbench.base.errors import UsageError
 from specbench.decoding.clocks import clock_for
-from specbench.decoding.records import Generation, SharedPass
+from specbench.decoding.records import Generation
 from specbench.decoding.schedule import Event, Scheduler
-from specbench.generate import GenerationRun, as_tokens, resolve_drafter
-from specbench.policies import FixedLength
+from specbench.generate import GenerationRun, as_tokens, policy_of, resolve_drafter
 from specbench.policies.batch_costs import BatchCosts
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ class GenerationRuns:
             enough for the whole batch, otherwise pages of 16.
         later: Runs that may be added later; the pool is made large enough for them.
         clock: A function that returns the time in seconds; ``None`` for the device's clock.
-        watch: Called with every forward pass.
         batch_costs: Costs of similar forward passes that were measured earlier.
 
     Attributes:
@@ -70,7 +68,6 @@ class GenerationRuns:
         page: int | None = None,
         later: Sequence[GenerationRun] = (),
         clock: Clock | None = None,
-        watch: Callable[[SharedPass], None] | None = None,
         batch_costs: BatchCosts | None = None,
     ) -> None:
         self.runs: list[GenerationRun | Exception] = []
@@ -90,7 +87,7 @@ class GenerationRuns:
             max_batch=max_batch,
             max_tokens_per_pass=max_tokens_per_pass,
             clock=clock,
-            watch=partial(_observe, self.batch_costs if max_batch > 1 else None, watch),
+            watch=self.batch_costs.observe if max_batch > 1 else None,
         )
         self.factory: RequestFactory | None = None
         if begun:
@@ -176,15 +173,6 @@ class GenerationRuns:
         return found
 
 
-def _observe(
-    batch_costs: BatchCosts | None, watch: Callable[[SharedPass], None] | None, made: SharedPass
-) -> None:
-    if batch_costs is not None:
-        batch_costs.observe(made)
-    if watch is not None:
-        watch(made)
-
-
 def speculative_generate_many(
     prompts: Iterable[str | Sequence[int] | GenerationRun],
     target: Target,
@@ -223,10 +211,7 @@ def speculative_generate_many(
         >>> [len(result.token_ids) for result in runs.results()]
         [2, 2]
     """
-    if gamma is not None and gamma < 1:
-        raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
-    if policy is None and gamma is not None:
-        policy = FixedLength(gamma)
+    policy = policy or policy_of(gamma)
     drafter = resolve_drafter(drafter, target)
 
     def run(prompt: Sequence[int]) -> GenerationRun:

@@ -31,6 +31,7 @@ from specbench.models.load import load_config
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
+from specbench.policies.batch_costs import BatchCosts
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
@@ -238,12 +239,13 @@ def test_greedy_outputs_are_the_targets(pair, kept):
         ("gemma4", "dynamic", True),
     ],
 )
-def test_requests_side_by_side_have_their_own_keys_and_values(pair, form, kept, shared):
+def test_requests_side_by_side_have_their_own_keys_and_values(pair, monkeypatch, form, kept, shared):
     """In shared passes where the target's are shared."""
     target, drafter = few(pair(form, FEW), kept)
     policy, watched = FixedLength(3), []
     runs = [GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=12) for prompt in PROMPTS]
-    many = GenerationRuns(runs, max_batch=4, watch=watched.append)
+    monkeypatch.setattr(BatchCosts, "observe", lambda _, made: watched.append(made))
+    many = GenerationRuns(runs, max_batch=4)
     for each, found in zip(runs, many.results(), strict=True):
         alone = GenerationRun(each.prompt, target, drafter, policy=policy, max_new_tokens=12)
         assert all(True for _ in alone)

@@ -28,6 +28,7 @@ from specbench.models.drafters import join_cascade
 from specbench.models.target import Target, prepare_target
 from specbench.options import quantized
 from specbench.policies import build_policy
+from specbench.policies.batch_costs import BatchCosts
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 KINDS = ("none", "lookup", "ngram", "suffix", "model", "self:int8", "self:layers=1", "lookup+model",
@@ -203,16 +204,17 @@ def test_rules_that_read_costs_change_no_greedy_token(kind):
     assert any(step.gamma for each in results if isinstance(each, Generation) for step in each.steps)
 
 
-def test_requests_arrive_one_after_the_other_and_every_pass_is_told():
+def test_requests_arrive_one_after_the_other_and_every_pass_is_told(monkeypatch):
     passes: list[SharedPass] = []
     ended: list[float] = []
 
-    def watch(made: SharedPass) -> None:
+    def observe(_: BatchCosts, made: SharedPass) -> None:
         passes.append(made)
         ended.append(many.now())
 
+    monkeypatch.setattr(BatchCosts, "observe", observe)
     runs = [run(number) for number in range(4)]
-    many = GenerationRuns(runs[:3], max_batch=2, later=runs[3:], watch=watch)
+    many = GenerationRuns(runs[:3], max_batch=2, later=runs[3:])
     began = many.now()
     assert many.add(runs[3], many.now() + 0.05) == 3
     found = many.results()
