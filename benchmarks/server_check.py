@@ -1,15 +1,16 @@
 """How often `specbench check --server` finds faults of verifiers, and how often it accuses exact ones.
 
-    python benchmarks/server_check.py                                  # the table of docs/check.md
-    python benchmarks/server_check.py --seeds 200 --answers 250 "" "target only"      # false alarms
+    python benchmarks/server_check.py                              # the table of docs/check.md, about half an hour
+    python benchmarks/server_check.py 200 150 "" "target only"     # false alarms: seeds, answers and faults
+    python benchmarks/server_check.py 20 1000 "three: shared noise"
 
-Servers are simulated (`tests/biased_verifiers.py`): each seed makes a model and a drafter of 60 tokens, two prompts, so
-many answers of 8 tokens to each, and both tests of `specbench/check/bias.py`. Prints one line of JSON for each fault.
+Servers are simulated (`tests/biased_verifiers.py`): each seed makes a model and a drafter of 60 tokens (or the three of
+vllm#54282), so many answers of 8 tokens to each of two prompts, and both tests of `specbench/check/bias.py`. Prints one
+line of JSON for each fault.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -22,37 +23,22 @@ from biased_verifiers import Fault, MadeUpModel, ThreeTokens, answers_of, positi
 
 from specbench.check.bias import LEVEL, compare_samples, compare_with_target
 
-PROMPTS, TOKENS = 2, 8
+PROMPTS, TOKENS, THREE = 2, 8, "three: "
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("faults", nargs="*", default=get_args(Fault), metavar="FAULT")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--answers", type=int, default=1000)
-    parser.add_argument("--three", action="store_true", help="the model of three tokens of vllm#54282")
-    given = parser.parse_args()
-    for fault in given.faults:
-        exact, other = [], []
-        for seed in range(given.seeds):
-            model = ThreeTokens() if given.three else MadeUpModel(seed)
-            answers, plain = (
-                answers_of(sampler(model, TOKENS, each), PROMPTS, given.answers, own)
-                for each, own in ((fault, seed), ("", seed + given.seeds))
-            )
-            exact.append(compare_with_target(positions_of(model, answers)).p)
-            other.append(compare_samples(answers, plain).p)
-        found = {
-            name: float(np.mean(np.array(values) <= LEVEL))
-            for name, values in (("target", exact), ("server", other))
-        }
-        print(
-            json.dumps({"fault": fault or "none", "answers": PROMPTS * given.answers, "found": found}),
-            flush=True,
-        )
+    seeds, answers = (int(word) for word in (sys.argv[1:3] or ("20", "1000")))
+    for name in sys.argv[3:] or [*get_args(Fault), THREE + "shared noise"]:
+        p = []
+        for seed in range(seeds):
+            model = ThreeTokens() if name.startswith(THREE) else MadeUpModel(seed)
+            fault = next(fault for fault in get_args(Fault) if fault == name.removeprefix(THREE))
+            tested = answers_of(sampler(model, TOKENS, fault), PROMPTS, answers, seed)
+            plain = answers_of(sampler(model, TOKENS), PROMPTS, answers, seed + seeds)
+            p.append([compare_with_target(positions_of(model, tested)).p, compare_samples(tested, plain).p])
+        target, server = (np.array(p) <= LEVEL).mean(0)
+        print(json.dumps({"fault": name, "seeds": seeds, "target": target, "server": server}), flush=True)
 
 
 if __name__ == "__main__":

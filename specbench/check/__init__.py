@@ -1,6 +1,7 @@
-"""Check that a configuration is lossless: greedy outputs, sampled distributions, and invariants of every step.
+"""Check that a configuration or a running server is lossless: greedy outputs, sampled distributions, and invariants.
 
 ``docs/check.md`` says what is checked and what the verdicts mean. ``observe`` runs the decoding loop and records what
-it does; ``invariants``, ``exact`` and ``deviation`` judge records and run nothing; ``greedy``,
-``sampled`` and ``outputs`` combine both; ``run`` holds the findings and ``render`` shows them.
+it does; ``invariants``, ``exact`` and ``deviation`` judge records and run nothing; ``greedy``, ``sampled`` and
+``outputs`` combine both; ``run`` holds the findings. ``servers`` asks servers, and ``bias`` tests what they draw.
+``render`` shows the results.
 """
