@@ -16,12 +16,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specbench.backends.torch.block_heads import (
+    BlockScorer,
     BlockShape,
     DFlash2Head,
     DFlashHead,
     DSparkHead,
 )
-from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.head_scorers import (
     EagleScorer,
     HeadScorer,
@@ -30,8 +30,7 @@ from specbench.backends.torch.head_scorers import (
     ParallelScorer,
 )
 from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape, MedusaHeads, ParallelEagleHead
-from specbench.backends.torch.mtp import MtpLayers, build_mtp_layers
-from specbench.backends.torch.mtp_scorer import MtpScorer
+from specbench.backends.torch.mtp import MtpLayers, MtpScorer, build_mtp_layers
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Drafter

@@ -50,7 +50,7 @@ from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength, build_policy
-from specbench.policies.outcomes import ConfidenceHeadLength
+from specbench.policies.lengths import ConfidenceHeadLength
 from specbench.specs.policies import ConfidenceHead
 
 Tensors = Mapping[str, torch.Tensor]

@@ -17,7 +17,7 @@ from tiny import letter_tokenizer, save_tiny, tiny_llama, tiny_tokenizer
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.pairs import predict
 from specbench.check.reference import reference_output
-from specbench.decoding import formats, grammars
+from specbench.decoding import formats
 from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.metrics import summary
 from specbench.decoding.model_defaults import ModelDefaults
@@ -284,7 +284,7 @@ def test_a_hostile_format_ends_within_the_librarys_limits(target, format_):
 
 
 def test_one_output_cannot_use_up_the_states_of_a_format_for_others(target, monkeypatch):
-    monkeypatch.setattr(grammars, "_LEXER_STATES", 1500)
+    monkeypatch.setattr(formats, "_LEXER_STATES", 1500)
     compiled = FormatCompiler(target.tokenizer, 300, target.end_ids).compile(
         Format("regex", "([ab]*a[ab]{12}c)*")
     )

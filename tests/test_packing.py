@@ -10,9 +10,10 @@ import torch
 import transformers as hf
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from test_caches import USUAL, VOCAB
+from tiny import quantized_copy
 from torch import nn
 
-from specbench.backends.torch.submodels import first_layers, quantized_copy
+from specbench.backends.torch.submodels import first_layers
 from specbench.base.errors import UsageError
 from specbench.kernels import instructions, native
 from specbench.kernels import linear as module

@@ -35,7 +35,7 @@ from specbench.drafters.ngram import NGramDrafter
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.base import confidence, is_guess, normalized_entropy
 from specbench.policies.costs import MeasuredCosts
-from specbench.policies.outcomes import best_threshold
+from specbench.policies.lengths import best_threshold
 from specbench.specs.drafters import NGram
 
 VOCAB = 3

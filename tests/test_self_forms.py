@@ -16,7 +16,7 @@ from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from torch import nn
 
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.self_forms import cheaper_form, check_form, skippable_layers
+from specbench.backends.torch.submodels import cheaper_form, check_form, skippable_layers
 from specbench.base.errors import UsageError
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.model import SelfDrafter

@@ -13,9 +13,9 @@ import architectures as survey
 import pytest
 import torch
 import transformers as hf
+from tiny import quantized_copy
 
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.submodels import quantized_copy
 from specbench.base.errors import UsageError
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter

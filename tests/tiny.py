@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -15,7 +16,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from specbench.backends.torch.submodels import cheaper_form
 from specbench.models.load import LanguageModel, wrap_model
+from specbench.options import QuantizedName
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -128,3 +131,8 @@ def save_tiny(folder: Path, seed: int = 0, layers: int = 2, dtype: torch.dtype =
     tiny_llama(seed, layers, dtype=dtype).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def quantized_copy(model: Any, kind: QuantizedName = "int8") -> Any:
+    """Return a form of a model with all layers, quantized."""
+    return cheaper_form(model, range(model.config.get_text_config().num_hidden_layers), kind)

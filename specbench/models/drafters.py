@@ -18,7 +18,7 @@ from specbench import kernels
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.head_scorers import OfTarget
 from specbench.backends.torch.scorer import FittedLogits, Scorer
-from specbench.backends.torch.self_forms import cheaper_form, check_form
+from specbench.backends.torch.submodels import cheaper_form, check_form
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest

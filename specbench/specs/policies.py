@@ -148,7 +148,7 @@ class Fixed(TakesGamma, word="fixed", policy="base:FixedLength"):
 
 
 @dataclass(frozen=True)
-class Egag(PolicySpec, word="egag", policy="entropies:EntropyGuidedLength", needs_logits=True):
+class Egag(PolicySpec, word="egag", policy="lengths:EntropyGuidedLength", needs_logits=True):
     """Entropy-guided: the less certain the drafter is at the start of a step, the shorter the draft."""
 
     gamma_min: int = _whole(1, "min=N", "length where the drafter is uncertain", lambda spec: spec.gamma_max)
@@ -160,7 +160,7 @@ class Egag(PolicySpec, word="egag", policy="entropies:EntropyGuidedLength", need
 
 
 @dataclass(frozen=True)
-class Confidence(PolicySpec, word="confidence", policy="outcomes:ConfidenceLength"):
+class Confidence(PolicySpec, word="confidence", policy="lengths:ConfidenceLength"):
     """Stops after a token that the drafter gave little probability."""
 
     threshold: float = _number(0.4, "threshold=P", "the threshold")
@@ -170,7 +170,7 @@ class Confidence(PolicySpec, word="confidence", policy="outcomes:ConfidenceLengt
 
 @dataclass(frozen=True)
 class ConfidenceHead(
-    PolicySpec, word="confidence-head", policy="outcomes:ConfidenceHeadLength", needs_logits=True
+    PolicySpec, word="confidence-head", policy="lengths:ConfidenceHeadLength", needs_logits=True
 ):
     """Stops where a DSpark head predicts that the draft will hardly be accepted that far."""
 
@@ -179,9 +179,7 @@ class ConfidenceHead(
 
 
 @dataclass(frozen=True)
-class EntropyBound(
-    PolicySpec, word="entropy-bound", policy="entropies:EntropyBoundLength", needs_logits=True
-):
+class EntropyBound(PolicySpec, word="entropy-bound", policy="lengths:EntropyBoundLength", needs_logits=True):
     """AdaEDL: stops where a lower bound on the acceptance probability, computed from the entropy, is below a moving
     threshold.
     """
@@ -191,7 +189,7 @@ class EntropyBound(
 
 
 @dataclass(frozen=True)
-class Svip(PolicySpec, word="svip", policy="entropies:SvipLength", needs_logits=True):
+class Svip(PolicySpec, word="svip", policy="lengths:SvipLength", needs_logits=True):
     """Stops after a token whose distribution had a high entropy."""
 
     threshold: float = _number(0.3, "threshold=H", "the threshold", 1e-6, 1e6)
@@ -199,7 +197,7 @@ class Svip(PolicySpec, word="svip", policy="entropies:SvipLength", needs_logits=
 
 
 @dataclass(frozen=True)
-class Heuristic(TakesGamma, word="heuristic", policy="outcomes:HeuristicLength"):
+class Heuristic(TakesGamma, word="heuristic", policy="lengths:HeuristicLength"):
     """Two tokens more when everything was accepted, one less otherwise."""
 
     gamma: int | None = _whole(None, "gamma=N", "length of the first draft (5)", lambda spec: spec.gamma_max)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from specbench.backends.torch.cache_layers import PreallocatedLayer
+from specbench.backends.torch.head_forward import HeadForward, HeadInput, HeadOutput
+from specbench.backends.torch.head_scorers import HeadScorer, HeadSteps, OfTarget, node_depths
 from specbench.backends.torch.heads import Attend, EagleShape, RecurrentHead
+from specbench.backends.torch.scorer import DeviceTokens
+from specbench.decoding.protocols import ForwardRequest
 
 PASSED = "specbench_passed"
 """Name of the attention of these layers in ``transformers``: it calls the function that is passed to the layer."""
@@ -111,32 +116,6 @@ class MtpLayer(RecurrentHead):
     def recurring(self, out: Tensor) -> Tensor:
         normed: Tensor = self.norm(out)
         return normed
-
-
-class MtpLayers(nn.Module):
-    """Several MTP layers, each of which drafts one token; see ``MtpScorer``.
-
-    Attributes:
-        layers: The layers; ``mtp_layers`` are the same, typed.
-        chained: See ``Layout``.
-    """
-
-    embed_tokens: nn.Embedding | None
-
-    def __init__(self, layers: Sequence[MtpLayer], *, chained: bool = True) -> None:
-        super().__init__()
-        self.embed_tokens = None
-        self.chained = chained
-        self.layers = nn.ModuleList(layers)
-        self.shape = layers[0].shape
-
-    @property
-    def mtp_layers(self) -> list[MtpLayer]:
-        return cast("list[MtpLayer]", [*self.layers])
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """Return the features of the first layer, see ``RecurrentHead``."""
-        return self.mtp_layers[0].fuse(states)
 
 
 def build_mtp_layers(
@@ -240,3 +219,172 @@ def _layer_config(text: PreTrainedConfig, sparse: Sequence[bool], kind: str = "f
     own.tie_word_embeddings = False
     own.pad_token_id = own.bos_token_id = own.eos_token_id = None
     return own
+
+
+# -- several layers --------------------------------------------------------------------------------
+
+
+class MtpLayers(nn.Module):
+    """Several MTP layers, each of which drafts one token; see ``MtpScorer``.
+
+    Attributes:
+        layers: The layers; ``mtp_layers`` are the same, typed.
+        chained: See ``Layout``.
+    """
+
+    embed_tokens: nn.Embedding | None
+
+    def __init__(self, layers: Sequence[MtpLayer], *, chained: bool = True) -> None:
+        super().__init__()
+        self.embed_tokens = None
+        self.chained = chained
+        self.layers = nn.ModuleList(layers)
+        self.shape = layers[0].shape
+
+    @property
+    def mtp_layers(self) -> list[MtpLayer]:
+        return cast("list[MtpLayer]", [*self.layers])
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features of the first layer, see ``RecurrentHead``."""
+        return self.mtp_layers[0].fuse(states)
+
+
+class MtpScorer(HeadScorer):
+    """MTP layers, each with keys and values of its own. An input is tokens of one request for a layer.
+
+    Entry i of layer k is the token k + 1 + i, with feature i of this layer: the target's state at i, or, if the
+    layers are chained, the output of layer k - 1 at its entry i. Features are kept for the whole context.
+    """
+
+    reads_context = True
+
+    def __init__(self, head: MtpLayers, target: OfTarget) -> None:
+        super().__init__(head, target)
+        self.longest = len(head.layers)
+        self._forwards = [HeadForward(layer) for layer in head.mtp_layers]
+        # Keys and values of each layer, and then the features of each.
+        self._caches = [PreallocatedLayer() for _ in range(2 * self.longest)]
+
+    def _reset(self) -> None:
+        super()._reset()
+        count = len(self.head.layers)
+        self._read = [0] * count  # entries of the context, by layer
+        self._drafted: list[list[int]] = [[] for _ in range(count)]  # nodes whose entries come after these
+        self._outputs: list[dict[int, Tensor]] = [{} for _ in range(count)]  # at these nodes
+        self._rows: dict[int, Tensor] = {}  # logits after nodes; -1 is the context
+
+    @property
+    def cached_len(self) -> int:
+        return self._read[0] + 1 if self._read[0] else 0
+
+    def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
+        # The last layer has no entry for the first tokens.
+        return super().can_read(context, drafted) and len(context) >= len(self._read)
+
+    def take_states(self, length: int, states: Tensor) -> None:
+        fresh = states[self._known - length :].to(self.device, self._dtype)
+        self._add_features(0, self.head.fuse(fresh))
+        self._known = length
+
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+        """Drop entries of drafts, and those of the context after the first ``length`` tokens."""
+        entries = max(0, length - 1)  # of layer 0
+        for layer, read in enumerate(self._read):
+            self._read[layer] = min(read, max(0, entries - layer))
+            self._caches[layer].rollback(self._read[layer])
+            if layer and self.head.chained:
+                self._features(layer).rollback(self._read[layer - 1])
+            self._drafted[layer], self._outputs[layer] = [], {}
+        self._rows = {-1: self._rows[-1]} if -1 in self._rows else {}
+
+    def _features(self, layer: int) -> PreallocatedLayer:
+        cache: PreallocatedLayer = self._caches[len(self._read) + layer * self.head.chained]
+        return cache
+
+    def _add_features(self, layer: int, features: Tensor) -> None:
+        self._features(layer).update(features[None, None], features[None, None, :, :0])
+
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
+        if self._read[0] < len(request.context) - 1:
+            self._rows = {}
+        depths = node_depths(request)
+        for layer in range(max(depths) + 1):
+            nodes = [row - 1 for row, depth in enumerate(depths) if depth == layer]
+            if fresh := [node for node in nodes if node not in self._rows]:
+                yield from self._run(layer, fresh, request)
+        return torch.stack([self._rows[row - 1] for row in range(len(depths) - rows, len(depths))])
+
+    def _run(
+        self, layer: int, wanted: Sequence[int], request: ForwardRequest
+    ) -> Generator[tuple[int, HeadInput], HeadOutput]:
+        """Run a layer over what it has not read of the context and of the branches of nodes at its depth."""
+        context, first = request.context, self._read[layer]
+        base = len(context) - 1 - layer  # entries of the context
+        parents = [*range(-1, len(request.tokens) - 1)] if request.parents is None else [*request.parents]
+        last = [node for node in wanted if node >= 0]
+        before = {node for each in last for node in _branch(each, parents)[:-1]}
+        nodes = [*sorted(before.difference(self._drafted[layer])), *last]
+        branches = {node: _branch(node, parents) for node in nodes}
+        places = [base + len(branch) - 1 for branch in branches.values()]
+        known = self._features(layer).keys[0, 0]
+        if self.head.chained:
+            after = [
+                known[base] if parents[node] < 0 else self._outputs[layer - 1][parents[node]]
+                for node in nodes
+            ]
+        else:
+            after = [known[place] for place in places]
+        features = torch.cat([known[first:base], *(each[None] for each in after)])
+        mask = None
+        positions: range | Tensor = range(first, base + len(nodes))
+        if request.parents is not None and nodes:
+            positions = torch.tensor([*range(first, base), *places], device=self.device)
+            mask = self._mask(layer, base, branches)
+        given = HeadInput(
+            self._embed(self._ids(request, layer + 1 + first, nodes)),
+            features,
+            positions,
+            mask,
+            [self._caches[layer]],
+            len(wanted),
+        )
+        found = yield layer, given
+        own_entries = base - first
+        if layer + 1 < len(self._read) and self.head.chained:
+            self._add_features(layer + 1, found.features[:own_entries])
+        self._read[layer] = base
+        self._drafted[layer] += nodes
+        self._outputs[layer] |= zip(nodes, found.features[own_entries:], strict=True)
+        self._rows |= zip(wanted, found.logits, strict=True)
+
+    def _ids(self, request: ForwardRequest, start: int, nodes: Sequence[int]) -> Tensor:
+        """Return the tokens of the context from ``start`` on, and those of nodes."""
+        drafted = request.tokens
+        every = drafted.tensor if isinstance(drafted, DeviceTokens) else torch.tensor([*drafted])
+        chosen = every[list(nodes)].to(self.device, torch.long)
+        return torch.cat(
+            (torch.tensor(request.context[start:], dtype=torch.long, device=self.device), chosen)
+        )
+
+    def _mask(self, layer: int, base: int, branches: dict[int, list[int]]) -> Tensor:
+        """Return which entries new ones attend to, see ``HeadInput``: nodes to the context and to their branch."""
+        first, earlier = self._read[layer], self._drafted[layer]
+        column = {node: base + place for place, node in enumerate([*earlier, *branches])}
+        mask = torch.zeros(base - first + len(branches), base + len(column), dtype=torch.bool)
+        mask[: base - first, :base] = torch.ones(base - first, base, dtype=torch.bool).tril_(first)
+        for row, branch in enumerate(branches.values(), start=base - first):
+            mask[row, :base] = True
+            mask[row, [column[node] for node in branch]] = True
+        return mask.to(self.device)[None, None]
+
+    def compute(self, part: int, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
+        return self._forwards[part](inputs)
+
+
+def _branch(node: int, parents: Sequence[int]) -> list[int]:
+    """Return the nodes from the root to a node, which is the last."""
+    branch = [node]
+    while parents[branch[-1]] >= 0:
+        branch.append(parents[branch[-1]])
+    return branch[::-1]

@@ -7,8 +7,14 @@ from typing import Annotated, Any
 from msgspec import Meta
 from torch import nn
 
-from specbench.backends.torch.block_heads import BlockShape, DFlash2Head, DFlashHead, DSparkHead, MarkovType
-from specbench.backends.torch.block_scorers import BlockScorer
+from specbench.backends.torch.block_heads import (
+    BlockScorer,
+    BlockShape,
+    DFlash2Head,
+    DFlashHead,
+    DSparkHead,
+    MarkovType,
+)
 from specbench.backends.torch.heads import EagleShape
 from specbench.base.record import Count
 from specbench.models.head_files import HeadFiles

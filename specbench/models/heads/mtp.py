@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, OfTarget
-from specbench.backends.torch.mtp import MtpLayers, build_mtp_layers
-from specbench.backends.torch.mtp_scorer import MtpScorer
+from specbench.backends.torch.mtp import MtpLayers, MtpScorer, build_mtp_layers
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
