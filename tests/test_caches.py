@@ -208,8 +208,8 @@ def dropped(scorer: Scorer) -> int:
 @pytest.mark.parametrize(("family", "prompt"), [("gemma3", 1), ("mistral-sliding", 75)])
 def test_many_drops(family, prompt, monkeypatch):
     """The same with small buffers, so that it happens often and close to other events."""
-    monkeypatch.setattr("specbench.backends.torch.cache_layers.INITIAL_CAPACITY", 16)
-    monkeypatch.setattr("specbench.backends.torch.cache_layers.SLIDING_SLACK", 20)
+    for name, value in (("INITIAL_CAPACITY", 16), ("SLIDING_SLACK", 20), ("_MIN_GROWTH", 16)):
+        monkeypatch.setattr(f"specbench.backends.torch.cache_layers.{name}", value)
     scorer = Scorer(tiny(family), "preallocated")
     walk = Walk(scorer, prompt)
     drops = set()
@@ -225,9 +225,6 @@ def test_many_drops(family, prompt, monkeypatch):
     another = Walk(scorer, 3, seed=1)
     for drafts in (0, 4, 20):
         another.step(drafts)
-
-
-# -- preallocated buffers -------------------------------------------------------------------------
 
 
 # -- drafting on the target's own cache -----------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers as hf
+from tiny import quantized_copy
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
@@ -19,8 +20,8 @@ from specbench.backends.torch import forward as ways
 from specbench.backends.torch import head_forward, trials
 from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.batch import BatchedModel, RequestFactory
-from specbench.backends.torch.cache_layers import SLIDING_SLACK, GrowingSlidingLayer, PreallocatedLayer
-from specbench.backends.torch.caches import PreallocatedKVCache, make_cache
+from specbench.backends.torch.cache_layers import SLIDING_SLACK, PreallocatedLayer, PreallocatedSlidingLayer
+from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.head_forward import (
     HeadForward,
     HeadInput,
@@ -30,11 +31,10 @@ from specbench.backends.torch.head_forward import (
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.submodels import quantized_copy
 from specbench.bench.environment import reset_peak_memory
 from specbench.decoding.clocks import peak_memory
 from specbench.decoding.protocols import ForwardRequest
-from specbench.decoding.tree import tree_mask
+from specbench.decoding.tree import tree_rows
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
 from specbench.kernels import ModelPasses, decoder_parts, native
@@ -435,7 +435,7 @@ def test_windows_drop_what_is_far_behind_and_give_the_same(kind):
         sliding = [
             layer
             for layer in scorer.cache.model_kwargs()["past_key_values"].layers
-            if isinstance(layer, GrowingSlidingLayer)
+            if isinstance(layer, PreallocatedSlidingLayer)
         ]
         assert sliding
         assert all(layer.get_seq_length() == end for layer in sliding)
@@ -670,7 +670,7 @@ def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch):
     assert factory.why_not_batched is not None
     assert factory.use is None
     scorer, _ = factory.open(NoDraft())
-    assert isinstance(scorer.cache, PreallocatedKVCache)
+    assert scorer.cache.kind == "preallocated"
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -762,7 +762,7 @@ def head_rows(way: HeadForward) -> list[torch.Tensor]:
     read(41, 46, None, 5)
     parents = (-1, -1, 0, 0, 1)
     for first, end, at in ((0, 2, 46), (2, 5, 47)):
-        mask = tree_mask(45, parents[:end], 46 + end, torch.device("cpu"))[..., 1 + first :, :]
+        _, mask = tree_rows(45, parents[:end], 46 + end, torch.device("cpu"), 1 + first)
         read(46 + first, 46 + end, mask, end - first, at)
     for each in caches:
         each.rollback(44)

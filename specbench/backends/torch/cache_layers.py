@@ -1,4 +1,4 @@
-"""Layers of keys and values that are written by index."""
+"""Layers of keys and values that are written by index, into buffers that grow in steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from specbench.backends.torch.attention import LONGEST_PASS
 from specbench.kernels import Buffers
@@ -15,7 +15,7 @@ from specbench.kernels import Buffers
 INITIAL_CAPACITY = 256
 _MIN_GROWTH = 256
 _GROWTH_SHARE = 4
-"""A growing layer gets ``_MIN_GROWTH`` spare positions, or this part of those it needs where that is more."""
+"""New buffers have ``_MIN_GROWTH`` spare positions, or this part of those they need where that is more."""
 
 SLIDING_SLACK = 256
 """Tokens a sliding-window layer keeps before its window, so that as many can be rolled back: the longest draft."""
@@ -37,23 +37,26 @@ def gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None:
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """Keys and values of one full-attention layer, written by index.
+    """Keys and values of one layer, written by index into buffers, [1, heads, capacity, head size].
 
-    Buffers have shape [1, heads, capacity, head size], and their capacity doubles when they are full; a rollback only
-    changes the length. Short forwards get keys and values up to a multiple of ``block`` positions; those after the used
-    ones are finite and must be masked.
+    A rollback only changes the length. Short forwards get keys and values up to a multiple of ``block`` positions;
+    those after the used ones are finite and must be masked.
+
+    Attributes:
+        used: Positions that the buffers hold.
+        dropped: Positions before these.
+        expected: Positions that will be used soon, for which new buffers have room.
     """
 
     is_sliding = False
     is_croppable = True
-    dropped = 0  # positions before the first that the buffers hold
+    dropped = expected = 0
     keys: Any
     values: Any
 
     def __init__(self, block: int = 1) -> None:
         CacheLayerMixin.__init__(self)
-        self.used = self.written = 0
-        self.block = block
+        self.used, self.block = 0, block
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -62,7 +65,10 @@ class PreallocatedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _buffer(self, states: Tensor, capacity: int) -> Tensor:
-        return buffer_like(states, capacity)
+        """Return a buffer for entries like these: zeros, if positions after the used ones are given out."""
+        batch, heads, _, size = states.shape
+        make = states.new_empty if self.block == 1 else states.new_zeros
+        return make((batch, heads, capacity, size))
 
     def _reserve(self, capacity: int) -> None:
         """Make sure that ``capacity`` positions fit, keeping the used ones."""
@@ -77,7 +83,9 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def _grown(self, capacity: int) -> int:
         """Return the capacity of new buffers for this many positions."""
-        return max(-(-capacity // self.block) * self.block, int(2 * self.keys.shape[-2]))
+        capacity = max(capacity, self.expected)
+        capacity += max(_MIN_GROWTH, capacity // _GROWTH_SHARE)
+        return -(-capacity // self.block) * self.block
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.is_initialized:
@@ -92,7 +100,6 @@ class PreallocatedLayer(CacheLayerMixin):
         """Count more positions as used, which are still to be written."""
         self._reserve(self.used + count)
         self.used += count
-        self.written = max(self.written, self.used)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
@@ -125,9 +132,7 @@ class PreallocatedLayer(CacheLayerMixin):
             self.used = max(length, 0)
 
     def reset(self) -> None:
-        if self.block > 1 and self.written:  # without blocks nothing is given out after the used positions
-            zero_nonfinite(self, self.written)
-        self.used = self.written = 0
+        self.used = 0
 
 
 class PreallocatedSlidingLayer(PreallocatedLayer):
@@ -185,38 +190,7 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
         self.dropped = 0
 
 
-class GrowingLayer(PreallocatedLayer):
-    """Replaces a ``DynamicLayer``: its buffers grow in steps, since they may hold long contexts.
-
-    Attributes:
-        expected: Positions that will be used soon: new buffers have them and those that growing adds.
-    """
-
-    expected = 0
-
-    def _buffer(self, states: Tensor, capacity: int) -> Tensor:
-        batch, heads, _, size = states.shape  # nothing is given out after the used positions
-        return states.new_empty((batch, heads, capacity, size))
-
-    def _grown(self, capacity: int) -> int:
-        capacity = max(capacity, self.expected)
-        return capacity + max(_MIN_GROWTH, capacity // _GROWTH_SHARE)
-
-
-class GrowingSlidingLayer(GrowingLayer, PreallocatedSlidingLayer):
-    """Replaces a ``DynamicSlidingWindowLayer``."""
-
-
-def growing(layer: Any) -> Any:
-    """Return the growing layer that replaces an empty layer of ``DynamicCache``; layers of other kinds as they are."""
-    if type(layer) is DynamicLayer:
-        return GrowingLayer()
-    if type(layer) is DynamicSlidingWindowLayer:
-        return GrowingSlidingLayer(layer.sliding_window)
-    return layer
-
-
-_INDEXED = (PreallocatedLayer, PreallocatedSlidingLayer, GrowingLayer, GrowingSlidingLayer)
+_KINDS = (PreallocatedLayer, PreallocatedSlidingLayer)
 
 
 class LayerGroup:
@@ -251,7 +225,7 @@ class LayerGroup:
         """
         own = [layers[place] for place in places]
         length = own[0].get_seq_length()
-        if not all(type(layer) in _INDEXED and layer.get_seq_length() == length for layer in own):
+        if not all(type(layer) in _KINDS and layer.get_seq_length() == length for layer in own):
             return None
         for layer in own:
             if not layer.is_initialized:
@@ -274,8 +248,6 @@ class LayerGroup:
                 return False
         for layer, _, _ in self._held:
             layer.used += tokens
-            if layer.written < layer.used:
-                layer.written = layer.used
         return True
 
 
@@ -289,9 +261,3 @@ def zero_nonfinite(layer: Any, length: int) -> None:
         used = buffer[:, :, :length]
         if not used.sum().isfinite():
             used.zero_()
-
-
-def buffer_like(states: Tensor, capacity: int) -> Tensor:
-    """Return a buffer of zeros, [1, heads, capacity, head size]; ``states`` gives all but the capacity."""
-    batch, heads, _, size = states.shape
-    return states.new_zeros((batch, heads, capacity, size))

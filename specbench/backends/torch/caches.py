@@ -26,12 +26,9 @@ from transformers.cache_utils import (
 from specbench.backends.torch.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.backends.torch.cache_layers import (
     INITIAL_CAPACITY,
-    GrowingLayer,
     PreallocatedLayer,
     PreallocatedSlidingLayer,
-    buffer_like,
     gather,
-    growing,
     zero_nonfinite,
 )
 from specbench.backends.torch.recurrent import bounds_prompts, cache_argument, is_recurrent
@@ -121,7 +118,7 @@ class KVCache:
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
         """Move the entries at these positions to ``start`` and after it, in every layer; only if trees are possible."""
-        raise NotImplementedError
+        gather(self.held.layers, start, positions)
 
     def last_entries(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """Return the last ``count`` keys and values of a layer, or all if it has fewer, [1, heads, positions, size]."""
@@ -174,21 +171,20 @@ class KVCache:
 def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
     """Make an empty cache for a model.
 
-    Keys and values are written by index into buffers: those of ``dynamic`` grow in steps, those of ``preallocated`` and
-    ``bit-exact`` double when full. ``static`` has them for forwards with fixed tensor shapes, ``compiled`` for compiled
-    forwards. ``none`` recomputes everything (the reference in tests). With folded attention, a preallocated cache
-    returns keys and values in whole blocks, whose unused positions that attention masks.
+    For ``dynamic``, ``preallocated`` and ``bit-exact`` see ``BufferedKVCache``. ``static`` is for forwards with fixed
+    tensor shapes, ``compiled`` for compiled forwards. ``none`` recomputes everything (the reference in tests).
 
     Raises:
         UsageError: The kind is unknown, or cannot hold this model's layers.
     """
+    preallocated = partial(BufferedKVCache, kind="preallocated")
     made: dict[str, Callable[[PretrainedConfig], KVCache]] = {
-        "dynamic": DynamicKVCache,
-        "preallocated": PreallocatedKVCache,
+        "dynamic": BufferedKVCache,
+        "preallocated": preallocated,
         "static": StaticKVCache,
         "compiled": partial(StaticKVCache, compiled=True),
         "none": lambda _: NoKVCache(),
-        "bit-exact": PreallocatedKVCache,
+        "bit-exact": preallocated,
     }
     if kind not in made:
         raise UsageError(f"Cache kind {kind!r} is unknown.", f"Choose one of {', '.join(CACHE_KINDS)}.")
@@ -221,22 +217,43 @@ class NoKVCache(KVCache):
         pass
 
 
-class DynamicKVCache(KVCache):
-    """A DynamicCache of ``transformers`` with growing buffers of keys and values.
+class BufferedKVCache(KVCache):
+    """Keys and values in buffers that grow, written by index; a rollback moves an offset.
 
     Recurrent layers store some states (``RecurrentCache``). A rollback to before these empties the cache.
+
+    Args:
+        config: The model's.
+        kind: ``preallocated`` takes only layers of attention, and gives folded attention whole blocks of keys, whose
+            unused positions it masks, so that sums do not depend on the forward pass.
+
+    Raises:
+        UsageError: The cache is to be preallocated, and layers are of other kinds.
     """
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        self._config = config
+    def __init__(self, config: PretrainedConfig, kind: CacheKind = "dynamic") -> None:
+        self.kind, self._config, self._block = kind, config, 1
+        if kind == "preallocated":
+            kinds = _layer_kinds(kind, config, DynamicLayer, DynamicSlidingWindowLayer)
+            # Sliding windows begin anywhere, not at a block's edge.
+            if is_folded(config) and DynamicSlidingWindowLayer not in kinds:
+                self._block, self.max_exact_tokens = KEY_BLOCK, LONGEST_PASS
         self.reset()
 
     def reset(self) -> None:
         self.recurrent = RecurrentCache(self._config) if is_recurrent(self._config) else None
-        self.separate_prefill = self.recurrent is not None
+        self.separate_prefill = self.recurrent is not None or self._block > 1
         self.held: DynamicCache = self.recurrent or DynamicCache(config=self._config)
-        self.held.layers = [growing(layer) for layer in self.held.layers]
+        self.held.layers = [self._indexed(layer) for layer in self.held.layers]
         self._arguments = cache_arguments(self.held, self._config)
+
+    def _indexed(self, layer: Any) -> Any:
+        """Return what replaces a layer of ``DynamicCache``; layers of other kinds stay as they are."""
+        if type(layer) is DynamicLayer:
+            return PreallocatedLayer(self._block)
+        if type(layer) is DynamicSlidingWindowLayer:
+            return PreallocatedSlidingLayer(layer.sliding_window)
+        return layer
 
     @property
     def length(self) -> int:
@@ -244,10 +261,11 @@ class DynamicKVCache(KVCache):
 
     @property
     def takes_trees(self) -> bool:
-        return all(type(layer) in (GrowingLayer, DummyLayer) for layer in self.held.layers)
+        return all(type(layer) in (PreallocatedLayer, DummyLayer) for layer in self.held.layers)
 
-    def gather(self, start: int, positions: Sequence[int]) -> None:
-        gather(self.held.layers, start, positions)
+    def key_len(self, tokens: int) -> int:
+        end = self.length + tokens
+        return end if tokens > LONGEST_PASS else -(-end // self._block) * self._block
 
     def model_kwargs(self) -> dict[str, Any]:
         return {**self._arguments}
@@ -262,7 +280,7 @@ class DynamicKVCache(KVCache):
 
     def expect(self, tokens: int) -> None:
         for layer in self.held.layers:
-            if type(layer) is GrowingLayer:
+            if type(layer) is PreallocatedLayer:
                 layer.expected = self.length + tokens
 
     def most_kept(self, length: int) -> int:
@@ -289,79 +307,32 @@ def cache_arguments(cache: Cache, config: PretrainedConfig) -> dict[str, Any]:
     return {keyword: cache, "use_cache": True}
 
 
-class PreallocatedKVCache(KVCache):
-    """A cache whose layers write by index and roll back by moving an offset."""
-
-    kind = "preallocated"
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        block = KEY_BLOCK if is_folded(config) else 1
-        layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
-        for layer in DynamicCache(config=config).layers:
-            kind = type(layer).__name__
-            if kind == "DynamicLayer":
-                layers.append(PreallocatedLayer(block))
-            elif type(layer) is DynamicSlidingWindowLayer:
-                layers.append(PreallocatedSlidingLayer(layer.sliding_window))
-            elif kind == "DummyLayer":
-                layers.append(DummyLayer())
-            else:
-                raise UsageError(
-                    f"The preallocated cache cannot hold layers of the kind {kind}.",
-                    "Use --cache dynamic for this model.",
-                )
-        # Sliding windows begin anywhere, not at a block's edge.
-        blocked = block > 1 and not any(isinstance(layer, PreallocatedSlidingLayer) for layer in layers)
-        self.max_exact_tokens = LONGEST_PASS if blocked else None
-        self.separate_prefill = blocked
-        self.held = Cache(layers=layers)
-        self._layers = [layer for layer in layers if isinstance(layer, PreallocatedLayer)]
-
-    @property
-    def length(self) -> int:
-        return self._layers[0].get_seq_length()
-
-    @property
-    def takes_trees(self) -> bool:
-        return not any(layer.is_sliding for layer in self._layers)
-
-    def key_len(self, tokens: int) -> int:
-        return self._layers[0].get_mask_sizes(tokens)[0]
-
-    def gather(self, start: int, positions: Sequence[int]) -> None:
-        gather(self._layers, start, positions)
-
-    def _cut(self, length: int) -> None:
-        for layer in self._layers:
-            layer.rollback(length)
-
-    def reset(self) -> None:
-        for layer in self._layers:
-            layer.reset()
-        self.held = Cache(layers=self.held.layers)  # another object, as a sign of another context
-
-    @torch.inference_mode()
-    def repeat(self, length: int) -> None:
-        """Grow to ``length`` tokens by repeating the entries, which gives forwards the right shapes."""
-        for layer in self._layers:
-            layer.repeat(length)
+def _layer_kinds(kind: CacheKind, config: PretrainedConfig, *allowed: type) -> list[type]:
+    """Return the kinds of a model's layers; raise ``UsageError`` if this kind of cache cannot hold one."""
+    kinds = [type(layer) for layer in DynamicCache(config=config).layers]
+    other = next((each.__name__ for each in kinds if each not in (*allowed, DummyLayer)), None)
+    if other is not None:
+        raise UsageError(
+            f"The {kind} cache cannot hold layers of the kind {other}.",
+            "Use --cache dynamic for this model.",
+        )
+    return kinds
 
 
-class _StaticLayer(CacheLayerMixin):
+class _StaticLayer(PreallocatedLayer):
     """Keys and values of one layer of a ``StaticKVCache``, which knows where the next ones go."""
 
-    is_sliding = False
-    keys: Any
-    values: Any
-
     def __init__(self, owner: StaticKVCache) -> None:
-        CacheLayerMixin.__init__(self)
+        super().__init__(INITIAL_CAPACITY)
         self._owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         capacity = self._owner.capacity
-        self.keys, self.values = buffer_like(key_states, capacity), buffer_like(value_states, capacity)
+        self.keys, self.values = self._buffer(key_states, capacity), self._buffer(value_states, capacity)
         self.is_initialized = True
+
+    def _grown(self, capacity: int) -> int:
+        return capacity
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
@@ -373,14 +344,10 @@ class _StaticLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def grow(self, capacity: int) -> None:
-        """Move to buffers of this capacity."""
-        if not self.is_initialized:
-            return
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = buffer_like(old, capacity)
-            new[:, :, : old.shape[-2]] = old
-            setattr(self, name, new)
+        """Move to buffers of this capacity, with all that was written."""
+        if self.is_initialized:
+            self.used = self.keys.shape[-2]
+            self._reserve(capacity)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
         return self._owner.capacity, 0
@@ -417,15 +384,9 @@ class StaticKVCache(KVCache):
     def __init__(self, config: PretrainedConfig, *, compiled: bool = False) -> None:
         self.capacity, self.generation = INITIAL_CAPACITY, 0
         self.compiled = compiled
-        kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
-        other = next((kind for kind in kinds if kind not in ("DynamicLayer", "DummyLayer")), None)
-        if other is not None:
-            raise UsageError(
-                f"The static cache cannot hold layers of the kind {other}.",
-                "Use --cache dynamic for this model.",
-            )
+        kinds = _layer_kinds("static", config, DynamicLayer)
         self.held = Cache(
-            layers=[_StaticLayer(self) if kind == "DynamicLayer" else DummyLayer() for kind in kinds]
+            layers=[_StaticLayer(self) if kind is DynamicLayer else DummyLayer() for kind in kinds]
         )
 
     def key_len(self, tokens: int) -> int:
@@ -442,9 +403,6 @@ class StaticKVCache(KVCache):
                 if isinstance(layer, _StaticLayer):
                     layer.grow(self.capacity)
         return True
-
-    def gather(self, start: int, positions: Sequence[int]) -> None:
-        gather(self.held.layers, start, positions)
 
     def _cut(self, length: int) -> None:
         self.length = min(self.length, length)

@@ -36,6 +36,7 @@ from specbench.backends.torch.blocks import (
     PoolUsage,
     view_of,
 )
+from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import KVCache, cache_arguments
 from specbench.backends.torch.recurrent import is_recurrent, keep_states
 from specbench.backends.torch.recurrent_cache import MOST_SPARE, JointRecurrentCache, RecurrentCache
@@ -145,20 +146,14 @@ def cache_size(model: PreTrainedModel) -> CacheSize:
     return CacheSize(max(1, token), states * (1 + MOST_SPARE))
 
 
-class _PooledLayer(CacheLayerMixin):
-    """One request's part of a layer, for a forward pass over this request alone; ``used`` positions are cached."""
-
-    is_croppable = True
+class _PooledLayer(PreallocatedLayer):
+    """One request's part of a layer, for a forward pass over this request alone. The buffers are the pool's."""
 
     def __init__(self, owner: PooledCache, buffers: KVBuffers) -> None:
-        CacheLayerMixin.__init__(self)
+        super().__init__()
         self._owner, self.buffers = ref(owner), buffers  # no cycle, which only the collector would free
-        self.used = 0
         self.is_sliding = buffers.window is not None
         self.sliding_window = buffers.window
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers are the pool's."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
@@ -173,15 +168,6 @@ class _PooledLayer(CacheLayerMixin):
         self.used = end
         view = view_of(indices, device)
         return view(self.buffers.keys), view(self.buffers.values)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.used + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.used
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class PooledCache(KVCache):
@@ -289,7 +275,7 @@ class PooledCache(KVCache):
 
     def _cut(self, length: int) -> None:
         for layer in self._own_layers:
-            layer.used = min(layer.used, length)
+            layer.rollback(length)
         self._truncate()
 
     def _truncate(self) -> None:
@@ -446,10 +432,8 @@ def _seen(part: RequestTokens, first: int, end: int, window: int | None) -> np.n
     return seen if window is None else seen & (keys > own - window)
 
 
-class _BatchedLayer(CacheLayerMixin):
-    """One layer of a ``BatchedCache``."""
-
-    is_sliding = False  # masks are made here
+class _BatchedLayer(PreallocatedLayer):
+    """One layer of a ``BatchedCache``, which has the masks. The buffers are the pool's, and no position is cached."""
 
     def __init__(
         self,
@@ -459,12 +443,9 @@ class _BatchedLayer(CacheLayerMixin):
         layer: int,
         spans: Sequence[tuple[Span | NativeSpan, KVView | None]],
     ) -> None:
-        CacheLayerMixin.__init__(self)
+        super().__init__()
         self._buffers, self._indices, self._parts, self._layer = buffers, indices, parts, layer
         self._spans, self._views = [span for span, _ in spans], [view for _, view in spans]
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers are the pool's."""
 
     def update(  # type: ignore[override]  # what stands for the tensors of one request
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
@@ -479,12 +460,3 @@ class _BatchedLayer(CacheLayerMixin):
         )
         ragged = RaggedKV(self._spans, keys, values)
         return ragged, ragged
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1

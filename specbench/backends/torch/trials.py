@@ -7,7 +7,7 @@ give bitwise equal logits in forwards of any size, so that greedy outputs cannot
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from specbench.backends.torch.attention import KEY_BLOCK, enable_ragged, is_folded
+from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import (
     KVCache,
     NoKVCache,
-    PreallocatedKVCache,
     StaticKVCache,
     make_cache,
 )
@@ -27,7 +27,7 @@ from specbench.backends.torch.graph_forward import GraphForward, compiled, cuda_
 from specbench.backends.torch.pools import BatchedCache, KVPool, PooledCache, RequestTokens
 from specbench.backends.torch.submodels import first_layers, float32_sample
 from specbench.base.errors import UsageError
-from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.decoding.tree import tree_rows
 from specbench.kernels import layers_of
 
 if TYPE_CHECKING:
@@ -189,19 +189,26 @@ def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) ->
         forward(ids[:, :past], 1)
         cache.rollback(past)
         tree = torch.cat([ids[:, past:], tokens], dim=1)
-        mask = tree_mask(past, _PARENTS, cache.key_len(tree.shape[1]), ids.device)
-        found = forward(tree, len(_PARENTS), tree_positions(past, _PARENTS, ids.device), mask)
-        by_node: dict[int, Tensor] = {}
-        for branch in _BRANCHES:
+        keys = cache.key_len(tree.shape[1])
+        found = forward(tree, len(_PARENTS), *tree_rows(past, _PARENTS, keys, ids.device))
+
+        def read(branch: Sequence[int]) -> Tensor:
             cache.reset()
             forward(ids[:, :past], 1)
-            chain = torch.cat([ids[:, past:], tokens[:, [*branch]]], dim=1)
-            by_node.update(zip(branch, forward(chain, len(branch)), strict=True))
+            return forward(torch.cat([ids[:, past:], tokens[:, [*branch]]], dim=1), len(branch))
+
+        expected = _by_node(_BRANCHES, read)
     except _NOT_POSSIBLE:
         return False
     finally:
         cache.reset()
-    return are_close(found, torch.stack([by_node[node] for node in range(len(_PARENTS))]))
+    return are_close(found, expected)
+
+
+def _by_node(branches: Sequence[Sequence[int]], read: Callable[[Sequence[int]], Tensor]) -> Tensor:
+    """Return the logits after each node of a tree, from passes over its branches."""
+    by_node = {node: row for branch in branches for node, row in zip(branch, read(branch), strict=True)}
+    return torch.stack([by_node[node] for node in sorted(by_node)])
 
 
 def _one_of_each_kind(model: PreTrainedModel, least: int = 1) -> PreTrainedModel | None:
@@ -260,7 +267,7 @@ def _ragged_is_right(model: PreTrainedModel, limit: float, forward_type: type[Fo
     The separate ones are without a cache, and for recurrent models, whose short passes may have bounds of their own,
     with one for each request.
     """
-    size, cpu = len(_embeddings(model)), torch.device("cpu")
+    size = len(_embeddings(model))
     contexts = [[token % size for token in context] for context in _CONTEXTS]
     nodes = [token % size for token in _TREE_TOKENS]
     parents: Sequence[int] = _PARENTS
@@ -290,25 +297,22 @@ def _ragged_is_right(model: PreTrainedModel, limit: float, forward_type: type[Fo
             own(ids[:, :-rows], 1)
         return own(ids[:, -rows:], rows)
 
+    def after(branch: Sequence[int]) -> Tensor:
+        return expected([*contexts[2], *(nodes[node] for node in branch)], len(branch))
+
     early = [context[:-last] for context, last in zip(contexts, _LAST, strict=True)]
+    read(early[:2], [RequestTokens(caches[i], range(len(early[i]))) for i in range(2)])
     fed = [context[-last:] for context, last in zip(contexts, _LAST, strict=True)]
     fed[2] += nodes
-    seen = tree_mask(0, parents, len(fed[2]), cpu)[0, 0].numpy()
-    read(early[:2], [RequestTokens(caches[i], range(len(early[i]))) for i in range(2)])
+    positions, mask = tree_rows(0, parents, len(fed[2]), torch.device("cpu"))
     parts = [
         RequestTokens(cache, range(cache.length, cache.length + last))
-        for cache, last in zip(caches, _LAST, strict=True)
+        for cache, last in zip(caches[:2], _LAST, strict=False)
     ]
-    parts[2] = RequestTokens(caches[2], tree_positions(0, parents, cpu)[0].tolist(), seen)
+    parts.append(RequestTokens(caches[2], positions[0].tolist(), mask[0, 0].numpy()))
     found = read(fed, parts)
     rows = [expected(context, last) for context, last in zip(contexts, _LAST, strict=True)]
-    by_node: dict[int, Tensor] = {}
-    for branch in branches:
-        logits = expected([*contexts[2], *(nodes[node] for node in branch)], len(branch))
-        by_node.update(zip(branch, logits, strict=True))
-    return are_close(
-        found, torch.cat([*rows, torch.stack([by_node[node] for node in range(len(nodes))])]), limit
-    )
+    return are_close(found, torch.cat([*rows, _by_node(branches, after)]), limit)
 
 
 # -- forwards of any width ---------------------------------------------------------------------------
@@ -339,7 +343,7 @@ def why_widths_differ(
         return (
             f"Kernels on {embeddings.device.type} choose the order of sums by the shape of the forward pass."
         )
-    if not isinstance(cache, PreallocatedKVCache) or cache.max_exact_tokens is None:
+    if cache.max_exact_tokens is None:
         return "They need the preallocated cache, scaled dot-product attention and no sliding window."
     widest, start = max(_WIDTHS), KEY_BLOCK - _BEFORE
     if context_limit is not None:
@@ -355,7 +359,9 @@ def why_widths_differ(
 
     cache.reset()
     forward(ids[:, : min(_READ, start)], 1)
-    cache.repeat(start)
+    for layer in cache.held.layers:
+        if isinstance(layer, PreallocatedLayer):
+            layer.repeat(start)
     alone = [read(start + i, 1)[0] for i in range(min(widest, KEY_BLOCK + _AFTER - start))]
     last = model.config.get_text_config(decoder=True).num_hidden_layers
     with_states = [(width, (last, 0, last)) for width in _WIDTHS_WITH_STATES]
