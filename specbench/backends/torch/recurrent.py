@@ -187,8 +187,7 @@ class _Recurrence:
     Attributes:
         several, one: The names of its functions for several tokens and for one.
         names: The first arguments of the former.
-        rows: In which dimension each argument has the tokens.
-        output: In which dimension the output has them.
+        by_token: The arguments, [batch, tokens, ...], that have something for each token, as the output has.
         state: Which argument is the state before.
         step: Calls the function for one token: (function, arguments, state) -> (output, state after).
         native: Makes the native call: (arguments, state, memory for the states after each token) -> output.
@@ -202,8 +201,7 @@ class _Recurrence:
     several: str
     one: str
     names: tuple[str, ...]
-    rows: Mapping[str, int]
-    output: int
+    by_token: tuple[str, ...]
     state: str
     step: Step
     native: Callable[[Arguments, torch.Tensor, list[torch.Tensor]], torch.Tensor]
@@ -214,16 +212,13 @@ class _Recurrence:
 
     def of_rows(self, given: Arguments, first: int, count: int) -> dict[str, Any]:
         """Return the arguments of some rows."""
-        cut = {
-            name: given[name].narrow(dim, first, count) for name, dim in self.rows.items() if name in given
-        }
-        return {**given, **cut}
+        return {**given, **{name: given[name].narrow(1, first, count) for name in self.by_token}}
 
 
 def _run(several: Function, recurrence: _Recurrence, single: Function, *args: Any, **kwargs: Any) -> Any:
     """Replace the function for several tokens."""
     given = {**dict(zip(recurrence.names, args, strict=False)), **kwargs}
-    rows = given[recurrence.names[0]].shape[recurrence.output]
+    rows = given[recurrence.names[0]].shape[1]
     histories = running.histories
     if sum(history.rows for history in histories) != rows:  # there are none if the cache is not ours
         if running.prompt is None:
@@ -237,7 +232,7 @@ def _run(several: Function, recurrence: _Recurrence, single: Function, *args: An
         output, state = _run_request(several, recurrence, single, part, history)
         outputs.append(output)
         first += history.rows
-    return torch.cat(outputs, dim=recurrence.output), state
+    return torch.cat(outputs, dim=1), state
 
 
 def _run_request(
@@ -280,7 +275,7 @@ def _run_steps(
         output, state = recurrence.step(single, recurrence.of_rows(given, row, 1), state)
         outputs.append(output)
         states = [*states, state] if keeps else [state]
-    return torch.cat(outputs, dim=recurrence.output), states[1:] if keeps else states
+    return torch.cat(outputs, dim=1), states[1:] if keeps else states
 
 
 @functools.cache
@@ -383,19 +378,16 @@ def _mamba2_samples() -> list[tuple[Arguments, torch.Tensor]]:
     return [({**given, "D": skip}, before)]
 
 
-_DELTA_ROWS = dict.fromkeys(_DELTA, 1)
 _RECURRENCES = (
-    _Recurrence(
-        "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _DELTA, _DELTA_ROWS, 1, "initial_state",
-        _delta_step, _delta_native, "key", _delta_samples,
+    *(
+        _Recurrence(*names, _DELTA, _DELTA, "initial_state", _delta_step, _delta_native, "key", _delta_samples)
+        for names in (
+            ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+            ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+        )
     ),
     _Recurrence(
-        "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _DELTA, _DELTA_ROWS, 1, "initial_state",
-        _delta_step, _delta_native, "key", _delta_samples,
-    ),
-    _Recurrence(
-        "mamba2_chunk_scan", "mamba2_selective_state_update", _MAMBA,
-        dict.fromkeys(("hidden_states", "dt", "B", "C"), 1), 1, "initial_states", _mamba2_step,
-        _mamba2_native, "B", _mamba2_samples, True, _mamba2_time_steps,
+        "mamba2_chunk_scan", "mamba2_selective_state_update", _MAMBA, ("hidden_states", "dt", "B", "C"),
+        "initial_states", _mamba2_step, _mamba2_native, "B", _mamba2_samples, True, _mamba2_time_steps,
     ),
 )  # fmt: skip
