@@ -97,9 +97,9 @@ decoding/tree.py:_ancestors  test_trees.py -k 'greedy_outputs'
 + row - 1
 
 a node has the position after the one next to it
-decoding/tree.py:tree_positions  test_trees.py -k 'greedy_outputs'
-- ancestors.sum(axis=1, dtype=np.int64)
-+ np.arange(1, len(ancestors) + 1)
+decoding/tree.py:tree_rows  test_trees.py -k 'greedy_outputs'
+- rows.sum(axis=1, dtype=np.int64)
++ first + np.arange(1, len(rows) + 1)
 
 the logits after another node are read
 decoding/verify.py:judge_greedily  test_trees.py -k 'greedy_outputs'

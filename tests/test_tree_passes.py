@@ -10,14 +10,14 @@ from tiny import tiny_llama
 
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
-from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.decoding.tree import tree_rows
 from specbench.options import CacheKind
 
 
 def test_a_node_sees_its_ancestors_alone():
     parents = (-1, 0, 0, -1)
-    assert tree_positions(5, parents, torch.device("cpu")).tolist() == [[5, 6, 7, 7, 6]]
-    mask = tree_mask(2, parents, 9, torch.device("cpu"))
+    positions, mask = tree_rows(2, parents, 9, torch.device("cpu"))
+    assert positions.tolist() == [[2, 3, 4, 4, 3]]
     assert mask.shape == (1, 1, 5, 9)
     assert mask[0, 0].int().tolist() == [
         [1, 1, 1, 0, 0, 0, 0, 0, 0],  # the context's last

@@ -1,4 +1,4 @@
-"""Draft trees: growing, and the positions and masks of forward passes over trees."""
+"""Draft trees: how they grow, and the positions and masks of forward passes over them."""
 
 from __future__ import annotations
 
@@ -33,33 +33,29 @@ def grow_tree(tree: GrowingTree, plan: StepPlan, distributions: Mapping[int, Tok
     return len(tree.tokens) > before
 
 
-def tree_positions(past: int, parents: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the positions of a forward pass over a tree, [1, 1 + nodes]: each is one after its parent's.
+def tree_rows(
+    past: int, parents: Sequence[int], keys: int, device: torch.device, first: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions and mask of a forward pass over a tree, whose rows are the context's last token and the nodes.
 
     Args:
-        past: Tokens in the cache. The pass begins with the next one, the context's last.
+        past: Tokens in the cache.
         parents: See ``Draft``.
-        device: The result's device.
-    """
-    ancestors = _ancestors(tuple(parents))
-    return torch.from_numpy(past - 1 + ancestors.sum(axis=1, dtype=np.int64))[None].to(device)
-
-
-def tree_mask(past: int, parents: Sequence[int], keys: int, device: torch.device) -> torch.Tensor:
-    """Return the attention mask of a forward pass over a tree: a token attends to its ancestors and itself.
-
-    Args:
-        past, parents, device: See ``tree_positions``.
         keys: The number of keys; those after the last token are masked.
+        device: The results' device.
+        first: The first row of the pass; those before it are in the cache too.
 
     Returns:
-        Bool [1, 1, 1 + nodes, keys], true where it attends.
+        The positions, [1, rows]: a token is one after its parent. The mask, bool [1, 1, rows, keys], true where a token
+            attends: to the context, its ancestors and itself.
     """
     ancestors = _ancestors(tuple(parents))
-    mask = np.zeros((len(ancestors), keys), dtype=np.bool_)
+    rows = ancestors[first:]
+    positions = torch.from_numpy(past - 1 + rows.sum(axis=1, dtype=np.int64))
+    mask = np.zeros((len(rows), keys), dtype=np.bool_)
     mask[:, :past] = True
-    mask[:, past : past + len(ancestors)] = ancestors
-    return torch.from_numpy(mask)[None, None].to(device)
+    mask[:, past : past + len(ancestors)] = rows
+    return positions[None].to(device), torch.from_numpy(mask)[None, None].to(device)
 
 
 @lru_cache(maxsize=64)

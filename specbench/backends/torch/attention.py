@@ -148,7 +148,7 @@ class Span:
     """
 
     def __init__(self, rows: slice, mask: Tensor | None, window: int = 0) -> None:
-        self._rows, self._mask, self._window = rows, mask, window
+        self.rows, self.mask, self.window = rows, mask, window
         self._folded: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -158,14 +158,14 @@ class Span:
             query: Of the whole forward, [1, query heads, rows, head size].
             key, value: Of this request, [1, key/value heads, positions, head size].
         """
-        query = query[:, :, self._rows]
-        if self._mask is None:
+        query = query[:, :, self.rows]
+        if self.mask is None:
             if query.shape[2] == 1:
                 return attend(query, key, value, None, scale)
-            return causal_attention(query, key, value, scale, self._window)
+            return causal_attention(query, key, value, scale, self.window)
         kind = (query.shape[1] // key.shape[1], query.dtype, query.device)
         if kind not in self._folded:
-            self._folded[kind] = fold_mask(self._mask.to(query.device), *kind[:2])
+            self._folded[kind] = fold_mask(self.mask.to(query.device), *kind[:2])
         return attend(query, key, value, self._folded[kind], scale)
 
 
@@ -199,23 +199,16 @@ class RaggedKV:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor | RaggedKV,
-    value: Tensor | RaggedKV,
-    masks: Sequence[Tensor] | None,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor] | None, scale: float | None
 ) -> Tensor:
     """Compute the attention of a short forward, [batch, queries, query heads, head size].
 
     Args:
         query: [batch, query heads, queries, head size].
-        key, value: [batch, key/value heads, positions, head size], or those of several requests.
-        masks: From ``fold_mask``; ``None`` for a single query that sees every position, and for several requests.
+        key, value: [batch, key/value heads, positions, head size].
+        masks: From ``fold_mask``; ``None`` for a single query that sees every position.
         scale: Factor of scores; ``None`` for 1/√(head size).
     """
-    if isinstance(key, RaggedKV):
-        return key.attend(query, scale)
-    assert not isinstance(value, RaggedKV)
     batch, heads, length, size = query.shape
     shared = key.shape[1]
     groups = heads // shared
@@ -279,7 +272,7 @@ def fold_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> list[Tensor]:
     most = _most_queries(groups)
     added = mask
     if mask.dtype == torch.bool:
-        added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        added = mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
     parts = []
     for first in range(0, mask.shape[-2], most):
         rows = added[:, :, first : first + most].repeat(1, 1, groups, 1)

@@ -26,7 +26,7 @@ from specbench.backends.torch.pools import (
 )
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
-from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.decoding.tree import tree_rows
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
@@ -134,13 +134,10 @@ def _feed(scorer: Scorer, request: ForwardRequest) -> tuple[list[int], RequestTo
         return tokens, RequestTokens(cache, range(cached, cached + len(tokens))), rows
     past, end = len(context) - 1, cached + len(tokens)
     before = range(cached, past)  # positions of the context before its last token
-    cpu = torch.device("cpu")
-    seen = np.tri(len(before), end, cached, dtype=np.bool_)
-    skipped = max(0, cached - past)
-    tree = tree_mask(past, request.parents, end, cpu)[0, 0].numpy()[skipped:]
-    positions = [*before, *tree_positions(past, request.parents, cpu)[0].tolist()[skipped:]]
+    positions, mask = tree_rows(past, request.parents, end, torch.device("cpu"), max(0, cached - past))
+    seen = np.concatenate([np.tri(len(before), end, cached, dtype=np.bool_), mask[0, 0].numpy()])
     rows = len(tokens) - len(before) if request.rows is None else request.rows
-    return tokens, RequestTokens(cache, positions, np.concatenate([seen, tree])), rows
+    return tokens, RequestTokens(cache, [*before, *positions[0].tolist()], seen), rows
 
 
 _AnyScorer = TypeVar("_AnyScorer", Scorer, HeadScorer)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from specbench.backends.torch.attention import LONGEST_PASS, attend, causal_attention, fold_mask
+from specbench.backends.torch.attention import LONGEST_PASS, Span
 from specbench.backends.torch.cache_layers import LayerGroup, PreallocatedLayer
 from specbench.backends.torch.forward import concat
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead
 from specbench.backends.torch.trials import are_close
-from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.decoding.tree import tree_rows
 from specbench.kernels import HeadPasses, Request, forward_for_head
 
 LONG_READING = 1024
@@ -69,79 +69,64 @@ class HeadForward:
         return [HeadOutput(*each) for each in zip(*outputs, strict=True)]
 
     def attends(self, inputs: Sequence[HeadInput]) -> list[Attend]:
-        """Return how each layer attends."""
-        spans = [_span(each, self.head.window) for each in inputs]
-        return [self._attend_by_request(layer, inputs, spans) for layer in range(len(self.head.layers))]
-
-    def _attend_by_request(self, layer: int, inputs: Sequence[HeadInput], spans: Sequence[_Span]) -> Attend:
-        """Compute a layer's attention of each request's tokens to its
-        cache and to each other; add them to the cache.
-        """
-        tokens = [len(each.embedded) for each in inputs]
-
-        def attended(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-            parts = zip(query.split(tokens, 2), key.split(tokens, 2), value.split(tokens, 2), strict=True)
-            return concat(
-                [
-                    self._attend(span, each.caches[layer], *part, sinks).to(query.dtype)
-                    for span, each, part in zip(spans, inputs, parts, strict=True)
-                ],
-                dim=1,
-            )
-
-        return attended
-
-    def _attend(
-        self, span: _Span, cache: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> Tensor:
-        keys, values = cache.update(key, value)
-        (mask, is_causal), query = span, query.to(keys.dtype)
-        if sinks is not None:
-            return _attend_with_sinks(query, keys, values, mask, sinks)
-        if is_causal:
-            return causal_attention(query, keys, values)
-        if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
-            groups = query.shape[1] // keys.shape[1]
-            folded = None if mask is None else fold_mask(mask, groups, query.dtype)
-            return attend(query, keys, values, folded, None)
-        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2)
+        """Return how each layer attends: a request's tokens to its cache, which they join, and to each other."""
+        spans = _spans(inputs, self.head.window)
+        return [partial(_attend, layer, inputs, spans) for layer in range(len(self.head.layers))]
 
 
-def _attend_with_sinks(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor
+def _attend(
+    layer: int,
+    inputs: Sequence[HeadInput],
+    spans: Sequence[Span],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
+    parts = []
+    for given, span in zip(inputs, spans, strict=True):
+        keys, values = given.caches[layer].update(key[:, :, span.rows], value[:, :, span.rows])
+        own = query.to(keys.dtype)
+        if sinks is None:
+            out = span.attend(own, keys, values, None)
+        else:
+            out = _attend_with_sinks(own[:, :, span.rows], keys, values, span, sinks)
+        parts.append(out.to(query.dtype))
+    return concat(parts, dim=1)
+
+
+def _attend_with_sinks(query: Tensor, keys: Tensor, values: Tensor, span: Span, sinks: Tensor) -> Tensor:
     """Let each head's sink take part in the softmax; it has no value (OpenAI 2025, arXiv 2508.10925)."""
-    groups, tokens = query.shape[1] // keys.shape[1], query.shape[2]
+    groups, past = query.shape[1] // keys.shape[1], keys.shape[2] - query.shape[2]
     scores = query @ keys.repeat_interleave(groups, dim=1).mT * query.shape[-1] ** -0.5
+    mask = span.mask
     if mask is None:
-        mask = torch.ones(tokens, keys.shape[2], dtype=torch.bool, device=query.device).tril_(
-            keys.shape[2] - tokens
-        )
-    sink = sinks[:, None, None].to(scores.dtype).expand(1, -1, tokens, 1)
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril_(past)
+        mask = mask.triu_(past - span.window + 1) if span.window else mask
+    sink = sinks[:, None, None].to(scores.dtype).expand(1, -1, query.shape[2], 1)
     weights = torch.cat((scores.masked_fill(~mask, float("-inf")), sink), dim=-1).softmax(-1)[..., :-1]
     return (weights @ values.repeat_interleave(groups, dim=1)).transpose(1, 2)
 
 
-_Span: TypeAlias = tuple[Tensor | None, bool]
-"""How the tokens of a request attend: a mask, bool [1, 1, tokens, cached + tokens], or ``None`` if they attend causally
-and for one token that sees everything; and whether many tokens, or the first ones, attend to all before them.
-"""
-
-
-def _span(given: HeadInput, window: int | None) -> _Span:
-    past, tokens, mask = given.caches[0].used, len(given.embedded), given.mask
-    device = given.embedded.device
-    is_cut = window is not None and past + tokens > window
-    first = past == 0 and tokens > 1
-    is_causal = mask is None and (first or tokens > LONGEST_PASS) and not is_cut
-    if mask is None and (tokens > 1 or is_cut) and not is_causal:
-        mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=device).tril_(past)
-    if is_cut and mask is not None and window is not None:
-        # Entries of the context are at their positions; those of a draft, which follow, are all within the window.
-        before = torch.as_tensor(given.positions, device=device) - window
-        mask = mask & (torch.arange(past + tokens, device=device) > before[:, None])
-    return mask, is_causal
+def _spans(inputs: Sequence[HeadInput], window: int | None) -> list[Span]:
+    """Return how the tokens of each request attend."""
+    spans, end = list[Span](), 0
+    for given in inputs:
+        past, tokens, mask = given.caches[0].used, len(given.embedded), given.mask
+        first, end = end, end + tokens
+        is_cut = window is not None and past + tokens > window
+        if mask is None and (tokens > LONGEST_PASS or past == 0 or (tokens == 1 and not is_cut)):
+            spans.append(Span(slice(first, end), None, window or 0))
+            continue
+        device = given.embedded.device
+        if mask is None:
+            mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=device).tril_(past)
+        if is_cut and window is not None:
+            # Entries of the context are at their positions; those of a draft, after them, are all in the window.
+            before = torch.as_tensor(given.positions, device=device) - window
+            mask = mask & (torch.arange(past + tokens, device=device) > before[:, None])
+        spans.append(Span(slice(first, end), mask))
+    return spans
 
 
 def _positions(inputs: Sequence[HeadInput]) -> range | Tensor:
@@ -225,9 +210,7 @@ def _try(forward: HeadForward) -> HeadOutput:
     caches = [PreallocatedLayer() for _ in head.layers]
     context = HeadInput(embedded[:_TRIAL], features[:_TRIAL], torch.arange(_TRIAL), None, caches, _TRIAL)
     (first,) = forward([context])
-    cpu = torch.device("cpu")
-    positions = tree_positions(_TRIAL - 1, parents, cpu)[0, 1:]
-    mask = tree_mask(_TRIAL - 1, parents, _TRIAL + len(parents), cpu)[..., 1:, :]
+    (positions,), mask = tree_rows(_TRIAL - 1, parents, len(embedded), torch.device("cpu"), 1)
     tree = HeadInput(embedded[_TRIAL:], features[_TRIAL:], positions, mask, caches, len(parents))
     (second,) = forward([tree])
     return HeadOutput(torch.cat((first.features, second.features)), torch.cat((first.logits, second.logits)))

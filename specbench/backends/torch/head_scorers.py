@@ -18,7 +18,7 @@ from specbench.backends.torch.heads import MedusaHeads, ParallelEagleHead, Recur
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
 from specbench.decoding.records import depths_of
-from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.decoding.tree import tree_rows
 
 HeadSteps: TypeAlias = Generator[tuple[Hashable, Any], Any, Tensor]
 """A forward pass in progress: yields a part of the head and inputs for it, is sent the outputs, returns logits,
@@ -263,13 +263,12 @@ class EagleScorer(HeadScorer):
             nodes = tokens[first:end]
             ids = nodes.tensor if isinstance(nodes, DeviceTokens) else torch.tensor([*nodes])
             features = torch.stack([self._features[parents[node] + 1] for node in range(first, end)])
-            positions: range | Tensor = range(self._read + first, self._read + end)
+            places: range | Tensor = range(self._read + first, self._read + end)
             mask = None
             if not chain:
-                last = self._read - 1
-                positions = tree_positions(last, parents[:end], self.device)[0, first + 1 :]
-                mask = tree_mask(last, parents[:end], self._read + end, self.device)[..., first + 1 :, :]
-            found = yield None, self._input(ids.to(self.device), features, positions, mask, end - first)
+                tree = parents[:end]
+                (places,), mask = tree_rows(self._read - 1, tree, self._read + end, self.device, first + 1)
+            found = yield None, self._input(ids.to(self.device), features, places, mask, end - first)
             self._features += found.features
             self._rows += found.logits
 

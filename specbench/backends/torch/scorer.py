@@ -24,7 +24,7 @@ from specbench.backends.torch.trials import (
 from specbench.base.errors import UsageError
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
-from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.decoding.tree import tree_rows
 from specbench.kernels import layers_of
 from specbench.options import CacheKind
 
@@ -276,9 +276,8 @@ class Scorer:
             positions = mask = None
             if parents is not None and fed.stop > len(context):
                 seen = parents[: fed.stop - len(context)]  # of the nodes read so far
-                skipped, keys = fed.start - past, self.cache.key_len(len(fed))
-                positions = tree_positions(past, seen, self.device)[:, skipped:]
-                mask = tree_mask(past, seen, keys, self.device)[..., skipped:, :]
+                keys = self.cache.key_len(len(fed))
+                positions, mask = tree_rows(past, seen, keys, self.device, fed.start - past)
             wanted = min(len(fed), max(1, rows - (end - fed.stop)))  # the language model head takes its time
             part = ids[:, fed.start - first : fed.stop - first]
             found.append(self.forward.run(part, wanted, request.layers, positions, mask))
