@@ -121,9 +121,9 @@ class House:
         drafter: Any = NoDraft()
         if kind == "lookup":
             drafter = LookupDrafter()
-            drafter.clock = self.clock
         elif kind != "none":
-            drafter = ModelDrafter(self.models[kind].seat(), kind, self.clock)  # type: ignore[arg-type]
+            drafter = ModelDrafter(self.models[kind].seat(), kind)  # type: ignore[arg-type]
+        drafter.clock = self.clock
         models = [loaded_of(drafter.scorer)] if kind in self.models else []
         share_costs(policy, self.batch_costs, models)
         choice = standard_random.Random(number)
@@ -359,7 +359,8 @@ def together(rule: str, new: int, lengths: set[tuple[int, ...]], random: Any) ->
 
     def request(prompt: Sequence[int]) -> Request:
         policy = build_policy(rule)
-        drafter = ModelDrafter(model.seat(), "model", clock)  # type: ignore[arg-type]
+        drafter = ModelDrafter(model.seat(), "model")  # type: ignore[arg-type]
+        drafter.clock = clock
         share_costs(policy, batch_costs, [model])
         return Request(prompt, target.seat(), drafter, policy, Sampling(1.0), random, new, first_target=False)
 

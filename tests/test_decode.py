@@ -165,8 +165,9 @@ def test_the_drafters_first_pass_alone_is_its_prefill(keeps):
             return 0
 
     scorer = script(cache=ScriptedCache() if keeps else NoCache())
-    clock = Ticking()
-    _, steps = decode(script(), ModelDrafter(scorer, "model", clock), gamma=2, max_new_tokens=9, clock=clock)
+    drafter, clock = ModelDrafter(scorer, "model"), Ticking()
+    drafter.clock = clock
+    _, steps = decode(script(), drafter, gamma=2, max_new_tokens=9, clock=clock)
     assert [step.times.draft_prefill_s for step in steps] == [1.0, *[0.0] * (len(steps) - 1)]
     assert len(steps) > 1
 

@@ -76,13 +76,17 @@ def rule(spec: str) -> Any:
 
 
 def model() -> ModelDrafter:
-    return ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model", UnsteadyClock())
+    drafter = ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model")
+    drafter.clock = UnsteadyClock()
+    return drafter
 
 
 def good_model() -> ModelDrafter:
     """Nearly the target: most of what it drafts is accepted."""
     noise = random_table(7, VOCAB, spread=0.3)
-    return ModelDrafter(ScriptedScorer(lambda t: TARGET(t) + noise(t), VOCAB), "good", UnsteadyClock(4))
+    drafter = ModelDrafter(ScriptedScorer(lambda t: TARGET(t) + noise(t), VOCAB), "good")
+    drafter.clock = UnsteadyClock(4)
+    return drafter
 
 
 def decode(

@@ -245,10 +245,10 @@ def test_nothing_is_lost_where_memory_is_short(room, drafters_room, monkeypatch)
     house, put_back = House(Room(room), Room(drafters_room)), []
     honest = Scheduler._preempt
 
-    def counting(scheduler: Scheduler, job: Any, events: Any) -> None:
+    def counting(scheduler: Scheduler, job: Any) -> None:
         assert job is not min(scheduler._active, key=lambda other: other.number)
         put_back.append(job.pending.scorer is job.request.target)
-        honest(scheduler, job, events)
+        honest(scheduler, job)
 
     monkeypatch.setattr(Scheduler, "_preempt", counting)
     found = told_by_number(scheduled(MIXED, house, max_batch=8, max_tokens_per_pass=20))

@@ -191,16 +191,15 @@ class Scheduler:
         """Admit requests, run one forward pass and return its events; wait for the next arrival if idle."""
         while self._waiting and not self._active and self._waiting[0].arrived > self.now():
             time.sleep(_POLL_S)
-        events: list[tuple[int, Event]] = []
-        self._admit(events)
-        parts = self._chosen(events)
-        if not parts:
-            return events
-        self._passes += 1
-        self._make(parts, events)
+        self._admit()
+        if parts := self._chosen():
+            self._passes += 1
+            self._make(parts)
+        events = [*self._coming]
+        self._coming.clear()
         return events
 
-    def _make(self, parts: Sequence[tuple[_Job, ForwardRequest]], events: list[tuple[int, Event]]) -> None:
+    def _make(self, parts: Sequence[tuple[_Job, ForwardRequest]]) -> None:
         """Run one forward pass and continue its requests."""
         requests = [part for _, part in parts]
         fed, scorer = tuple(map(_new_tokens, requests)), requests[0].scorer
@@ -209,10 +208,10 @@ class Scheduler:
             outputs = [scorer.score(*requests)] if scorer.batch is None else scorer.batch.score(requests)
         except Exception as error:
             if len(parts) == 1:
-                self._fail(parts[0][0], error, events)
+                self._fail(parts[0][0], error)
                 return
-            for each in parts:  # one by one, so that only those that cause it fail
-                self._make([each], events)
+            for part in parts:  # one by one, so that only those that cause it fail
+                self._make([part])
             return
         self._report(parts, fed, began)
         for (job, part), rows in zip(parts, outputs, strict=True):
@@ -223,10 +222,10 @@ class Scheduler:
                 else:
                     part.scorer.rollback(len(part.context))
             except Exception as error:
-                self._fail(job, error, events)
+                self._fail(job, error)
                 continue
             if part is job.pending:
-                self._continue(job, rows, events)
+                self._continue(job, rows)
                 continue
             if rows.hidden is not None:
                 job.states.append(rows.hidden)
@@ -252,17 +251,17 @@ class Scheduler:
 
     # -- choosing the next pass ------------------------------------------------------------------------
 
-    def _admit(self, events: list[tuple[int, Event]]) -> None:
+    def _admit(self) -> None:
         while self._waiting and len(self._active) < self.max_batch and not (self._full and self._active):
             job = self._waiting[0]
             if job.arrived > self.now():
                 return
-            if job.request is None and not self._begin(job, events):
+            if job.request is None and not self._begin(job):
                 continue
             try:
                 reserved = job.due.scorer.reserve(job.due)
             except Exception as error:
-                self._fail(job, error, events)
+                self._fail(job, error)
                 continue
             if not reserved and self._active:
                 return
@@ -271,19 +270,19 @@ class Scheduler:
             self._active.append(job)
             self._active.sort(key=attrgetter("number"))
 
-    def _begin(self, job: _Job, events: list[tuple[int, Event]]) -> bool:
+    def _begin(self, job: _Job) -> bool:
         """Start a request; return whether it reached a forward pass."""
         try:
             job.request = job.start()
         except Exception as error:
-            self._fail(job, error, events)
+            self._fail(job, error)
             return False
         job.queued_s = self._clock() - job.arrived
         job.decoding = decode(job.request, Stopwatch(self._clock))
-        self._continue(job, None, events)
+        self._continue(job, None)
         return job.pending is not None
 
-    def _chosen(self, events: list[tuple[int, Event]]) -> list[tuple[_Job, ForwardRequest]]:
+    def _chosen(self) -> list[tuple[_Job, ForwardRequest]]:
         """Return the jobs in the next pass with what each reads in it."""
         while self._active:
             candidates = self._active
@@ -291,7 +290,7 @@ class Scheduler:
                 candidates = [job for job in self._active if job.drafts] or candidates
             longest = min(candidates, key=lambda job: (job.since, job.number))
             model = _runner_of(longest.due.scorer)
-            self._reserve(self._waiting_for(model), events)
+            self._reserve(self._waiting_for(model))
             if group := self._waiting_for(model):
                 return self._shares(group)
         return []
@@ -299,7 +298,7 @@ class Scheduler:
     def _waiting_for(self, model: object) -> list[_Job]:
         return [job for job in self._active if _runner_of(job.due.scorer) is model]
 
-    def _reserve(self, group: Sequence[_Job], events: list[tuple[int, Event]]) -> None:
+    def _reserve(self, group: Sequence[_Job]) -> None:
         """Reserve memory for a pass of these jobs; preempt the latest ones if there is not enough."""
         for job in group:
             try:
@@ -309,16 +308,16 @@ class Scheduler:
                             "The KV cache is too small for this request, although no other request is active.",
                             "Give the KV cache more memory.",
                         )
-                    self._preempt(self._active[-1], events)
+                    self._preempt(self._active[-1])
             except Exception as error:
-                self._fail(job, error, events)
+                self._fail(job, error)
 
-    def _preempt(self, job: _Job, events: list[tuple[int, Event]]) -> None:
+    def _preempt(self, job: _Job) -> None:
         try:
             for scorer in job.scorers:
                 scorer.rollback(0)
         except Exception as error:
-            self._fail(job, error, events)
+            self._fail(job, error)
             return
         job.states = []
         self._active.remove(job)
@@ -344,7 +343,7 @@ class Scheduler:
 
     # -- continuing after it ---------------------------------------------------------------------------
 
-    def _continue(self, job: _Job, rows: ForwardOutput | None, events: list[tuple[int, Event]]) -> None:
+    def _continue(self, job: _Job, rows: ForwardOutput | None) -> None:
         """Continue a request to its next forward pass or its end."""
         decoding = job.decoding
         assert decoding is not None
@@ -353,17 +352,17 @@ class Scheduler:
             while not isinstance(each, ForwardRequest):
                 if isinstance(each, Prefill):
                     each = replace(each, queued_s=job.queued_s)
-                events.append((job.number, each))
+                self._coming.append((job.number, each))
                 each = next(decoding)
         except StopIteration:
             self._end(job)
         except Exception as error:
-            self._fail(job, error, events)
+            self._fail(job, error)
         else:
             job.wait_for(each, self._passes)
 
-    def _fail(self, job: _Job, error: Exception, events: list[tuple[int, Event]]) -> None:
-        events.append((job.number, error))
+    def _fail(self, job: _Job, error: Exception) -> None:
+        self._coming.append((job.number, error))
         self._end(job)
 
     def _end(self, job: _Job) -> None:

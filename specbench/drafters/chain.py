@@ -50,19 +50,19 @@ class ChainDrafter(Drafter):
     Args:
         scorer: The model; its logits are as wide as the target's, or those of its ``DraftVocabulary``.
         name: Its name on the command line.
-        clock: Times its prefill; ``None`` for the device's clock.
 
     Attributes:
+        clock: Times its prefill; the device's clock.
         takes_guesses: Whether its next passes may read guesses; otherwise each gives one token.
     """
 
     takes_guesses = True
 
-    def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
+    def __init__(self, scorer: Scorer, name: str) -> None:
         super().__init__(DrafterTraits(name, vocabulary=scorer.vocabulary))
         self.scorer = scorer
         self._guesses = Guesses()
-        self._clock = clock or clock_for(str(scorer.device))
+        self.clock: Clock = clock_for(str(scorer.device))
         self._has_read = False  # anything of the prompt
         self._distributions = torch.empty(0, 0)
 
@@ -157,9 +157,9 @@ class ChainDrafter(Drafter):
         if (cached > 0 or self._has_read) and not 0 < cached <= known - _FEW:
             return (yield request).logits
         self._has_read = True
-        began = self._clock()
+        began = self.clock()
         logits = (yield request).logits
-        draft.prefill_s += self._clock() - began
+        draft.prefill_s += self.clock() - began
         return logits
 
     def _propose_unread(self, context: Sequence[int], plan: StepPlan, limit: int) -> Decoding[Draft]:

@@ -22,7 +22,6 @@ class GrammarDrafter(FreeDrafter):
 
     Args:
         spec: Its spec, with the other drafter's, if any.
-        target: See ``FreeDrafter``.
     """
 
     forces = True

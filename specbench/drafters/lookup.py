@@ -28,7 +28,6 @@ class LookupDrafter(FreeDrafter):
 
     Args:
         spec: The shortest and longest match.
-        target: See ``FreeDrafter``.
     """
 
     def __init__(self, spec: Lookup | None = None, target: Any = None) -> None:

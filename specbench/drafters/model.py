@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from specbench.backends.torch.head_scorers import HeadScorer
     from specbench.backends.torch.scorer import Scorer
-    from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.protocols import Decoding, StepPlan
     from specbench.decoding.sampling import Sampling
@@ -34,8 +33,8 @@ class ModelDrafter(ChainDrafter):
     In greedy decoding a tree's probabilities are those of the untempered softmax.
     """
 
-    def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
-        super().__init__(scorer, name, clock)
+    def __init__(self, scorer: Scorer, name: str) -> None:
+        super().__init__(scorer, name)
         self.traits = replace(self.traits, trees=scorer.reads_trees)
         self._read_nodes: list[int] = []  # nodes of the last tree that the model has read, in that order
 
@@ -116,13 +115,9 @@ class ModelDrafter(ChainDrafter):
 
 
 class SelfDrafter(ModelDrafter):
-    """Drafts with a cheaper form of the target on the target's cache, so that it needs no prefill of its own.
+    """Drafts with a cheaper form of the target, whose scorer has the target's cache, so that it needs no prefill.
 
     Its keys and values are removed before the target verifies, which so reads only its own.
-
-    Args:
-        scorer: The cheaper form, sharing the target's cache object.
-        name, clock: See ``ModelDrafter``.
     """
 
     def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
@@ -152,8 +147,8 @@ class HeadDrafter(ModelDrafter):
     scorer: HeadScorer  # type: ignore[assignment]
     takes_guesses = False  # after a token the head reads its own hidden state, which is not known of guesses
 
-    def __init__(self, scorer: HeadScorer, name: str, clock: Clock | None = None) -> None:
-        super().__init__(scorer, name, clock)  # type: ignore[arg-type]
+    def __init__(self, scorer: HeadScorer, name: str) -> None:
+        super().__init__(scorer, name)  # type: ignore[arg-type]
         self.traits = replace(
             self.traits, layers=scorer.layers, predicts_acceptance=scorer.predicts_acceptance
         )
@@ -189,14 +184,14 @@ class ParallelDrafter(ModelDrafter):
     In a cascade the pass also reads the draft tokens before its first one.
 
     Args:
-        scorer, name, clock: See ``ModelDrafter``.
+        scorer, name: See ``ChainDrafter``.
         masks: The tokens that it reads after the context, one fewer than it drafts at most.
     """
 
     takes_guesses = False
 
-    def __init__(self, scorer: Scorer, name: str, masks: Sequence[int], clock: Clock | None = None) -> None:
-        super().__init__(scorer, name, clock)
+    def __init__(self, scorer: Scorer, name: str, masks: Sequence[int]) -> None:
+        super().__init__(scorer, name)
         self.traits = replace(self.traits, trees=False)
         self._masks = tuple(masks)
         self._rows: torch.Tensor | None = None  # logits of the step's pass

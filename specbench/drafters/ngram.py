@@ -28,7 +28,6 @@ class NGramDrafter(FreeDrafter):
 
     Args:
         spec: What is counted, and how it is drafted from.
-        target: See ``FreeDrafter``.
     """
 
     def __init__(self, spec: NGram | None = None, target: Any = None) -> None:

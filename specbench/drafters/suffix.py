@@ -136,7 +136,6 @@ class SuffixDrafter(CandidateDrafter):
 
     Args:
         spec: The shortest and longest match, and whether outputs are kept.
-        target: See ``FreeDrafter``.
     """
 
     def __init__(self, spec: Suffix | None = None, target: Any = None) -> None:

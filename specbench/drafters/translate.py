@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.clocks import Clock
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.sampling import Sampling
@@ -78,15 +77,12 @@ class TranslatingDrafter(ChainDrafter):
         scorer: The model. It reads its own tokens, and its logits are those of the target's (``Scorer.places``).
         name: How the command line names it.
         translation: From the target's tokens to the model's.
-        clock: See ``ChainDrafter``.
     """
 
     takes_guesses = False  # what follows a token may change its spelling in the model's tokens
 
-    def __init__(
-        self, scorer: Scorer, name: str, translation: Translation, clock: Clock | None = None
-    ) -> None:
-        super().__init__(scorer, name, clock)
+    def __init__(self, scorer: Scorer, name: str, translation: Translation) -> None:
+        super().__init__(scorer, name)
         self.translation = translation
         self._forget()
 
