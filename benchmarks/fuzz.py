@@ -75,7 +75,7 @@ RECURRENT = (
     "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
 )  # fmt: skip
 RULES = (
-    "auto", "egag", "egag:max=6,beta=0.5", "confidence", "confidence:adapt", "entropy-bound", "svip",
+    "auto", "egag", "egag:max=6,beta=0.5", "confidence", "entropy-bound", "svip",
     "heuristic", "heuristic:max=9",
 )  # fmt: skip
 FREE = (
@@ -560,7 +560,7 @@ def run_distribution(number: int) -> Seen:
     policy = {
         "fixed": f"fixed:gamma={r.choice((1, 2, 3))}",
         "heuristic": f"heuristic:gamma={r.choice((1, 2))},max=2",
-        "confidence": f"confidence:threshold={r.choice((0.2, 0.5, 0.8))},max=2" + r.choice(("", ",adapt")),
+        "confidence": f"confidence:threshold={r.choice((0.2, 0.5, 0.8))},max=2",
         "static-tree": f"static-tree:nodes={r.choice((2, 3))},depth=2,ranks={r.choice(('50-40', '70-20', '40-30-20'))}",
         "dynamic-tree": f"dynamic-tree:top-k={r.choice((1, 2, 3))},nodes={r.choice((2, 3, 4))},depth=2",
     }.get(word, f"{word}:max=2")

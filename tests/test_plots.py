@@ -60,7 +60,7 @@ def summary(df) -> pd.DataFrame:
     return df.table().set_index("config")
 
 
-RULES = ("auto", "egag", "confidence", "confidence:adapt", "entropy-bound", "svip", "heuristic")
+RULES = ("auto", "egag", "confidence", "entropy-bound", "svip", "heuristic")
 SMALL: dict[str, Any] = {"drafters": DRAFTERS[:1], "gammas": (2,), "categories": ("chat",), "tokens": 16}
 
 

@@ -35,7 +35,6 @@ from specbench.drafters.ngram import NGramDrafter
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.base import confidence, is_guess, normalized_entropy
 from specbench.policies.costs import MeasuredCosts
-from specbench.policies.lengths import best_threshold
 from specbench.specs.drafters import NGram
 
 VOCAB = 3
@@ -60,7 +59,6 @@ RULES: dict[str, Callable[[], DraftPolicy]] = {
     "egag": lambda: build_policy("egag:max=2,scale=1"),
     "egag, smoothed": lambda: build_policy("egag:max=2,scale=1,beta=0.3"),
     "confidence": lambda: build_policy("confidence:threshold=0.6"),
-    "confidence, adapted": lambda: build_policy("confidence:threshold=0.6,adapt"),
     "entropy-bound": lambda: build_policy("entropy-bound:lambda=0.6"),
     "svip": lambda: build_policy("svip:threshold=0.35"),
     "heuristic": lambda: build_policy("heuristic:gamma=1,max=3"),
@@ -283,34 +281,6 @@ def test_confidence_reads_the_evidence_of_drafters_without_logits(threshold, dra
         run_to_end(drafter.propose(context, StepPlan(99, policy, Sampling(), Randomness(0)))).tokens
         == drafted
     )
-
-
-def test_the_best_threshold():
-    # FPR + 3·(1 - TPR): 2.25 at 0.9, 1.5 at 0.8, 0.75 at 0.6, 1.25 at 0.55, 0.5 at 0.5, 1.0 at 0.3
-    assert best_threshold([0.5, 0.6, 0.8, 0.9], [0.3, 0.55]) == 0.5
-    assert best_threshold([0.9], [0.1]) == 0.9
-    assert best_threshold([0.2], [0.8]) == 0.2
-    assert best_threshold([0.5], [0.5]) == 0.5
-    # One of three accepted ones is lost (1.0) at 0.9, or the only rejected one kept (1.0) from 0.4 down.
-    assert best_threshold([0.4, 0.9, 0.9], [0.5]) == 0.9
-
-
-def test_the_adapted_threshold_counts_what_was_tested():
-    policy = rule("confidence:adapt")
-    thresholds = []
-    for confidences, accepted, stopped in (
-        ([0.9, 0.8, 0.6], 3, False),
-        ([0.5, 0.55, 0.1], 1, False),  # five tested drafts are too few
-        ([0.3, 0.99], 0, False),  # the untested 0.1 and 0.99 do not count
-        ([0.45, 0.2], 2, True),
-    ):
-        policy.begin_step(20)
-        rows = [logits_of(c, 1 - c) for c in confidences]
-        for n in range(len(rows) + 1):
-            policy.should_continue(drafted(*rows[:n]))
-        policy.observe(a_step(len(rows), accepted, stopped=stopped))
-        thresholds.append(policy.notes()["threshold"])
-    assert thresholds == pytest.approx([0.4, 0.4, 0.5, 0.45])
 
 
 def test_the_entropy_bound():

@@ -52,7 +52,7 @@ DRAFTERS = (
     [
         ("auto", {}),
         (" egag : scale = 0.5 , max = 12 ", {"scale": 0.5, "gamma_max": 12}),
-        ("confidence:adapt,threshold=0.25", {"adapt": True, "threshold": 0.25}),
+        ("confidence:threshold=0.25", {"threshold": 0.25}),
         ("entropy-bound:lambda=0.3", {"threshold": 0.3}),
         ("svip:threshold=1", {"threshold": 1.0}),
         ("heuristic:gamma=2,min=2", {"gamma": 2, "gamma_min": 2}),
@@ -65,7 +65,7 @@ def test_options_stand_behind_a_colon(spec, options):
     assert build_policy(spec).name == str(found)
 
 
-_VALUES = {"verification": "=naive", "ranks": "=60-20-8", "adapt": ""}
+_VALUES = {"verification": "=naive", "ranks": "=60-20-8"}
 """Of options that are neither numbers nor flags."""
 
 
@@ -172,7 +172,7 @@ def config_from_recipe(drafter: str, rule: str, temperature: float = 0.0) -> Row
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("rule", [*WORDS, "confidence:adapt", "egag:beta=0.5,scale=1"])
+@pytest.mark.parametrize("rule", [*WORDS, "egag:beta=0.5,scale=1"])
 def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule):
     if not parse_policy(rule).applies(specs_of(drafter)[drafter]):
         assert len(grid_of(SweepOptions(policies=(parse_policy(rule),)), drafter)) == 1
@@ -224,8 +224,7 @@ def call(cli, tmp_path, monkeypatch, models) -> Cli:
         (("--gamma", 3), "fixed:gamma=3"),
         (("--draft-policy", "egag:min=2,max=9,beta=0.5,scale=0.25"),
          "egag:min=2,max=9,beta=0.5,scale=0.25"),
-        (("--draft-policy", "confidence:threshold=0.2,adapt"),
-         "confidence:threshold=0.2,adapt"),
+        (("--draft-policy", "confidence:threshold=0.2"), "confidence:threshold=0.2"),
         (("--draft-policy", "svip:threshold=0.5,max=6"), "svip:threshold=0.5,max=6"),
         (("--draft-policy", "heuristic", "-g", 2), "heuristic:gamma=2"),
         (("--draft-policy", "auto:max=4"), "auto:max=4"),

@@ -370,25 +370,20 @@ def grammar_of(given: Format) -> str:
             f"{NAMES[given.kind]} has {len(given.text):,} characters, and only {LONGEST:,} are allowed.",
             "Shorten it.",
         )
+    matcher = library().LLMatcher
     try:
-        return _grammar(given)
+        if given.kind == "regex":
+            return str(matcher.grammar_from_regex(given.text))
+        if given.kind == "grammar":
+            return str(matcher.grammar_from_lark(given.text))
+        schema = json.loads(given.text)
+        if not isinstance(schema, dict | bool):
+            raise ValueError("it is no JSON object")
+        return str(matcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON))
+    except RecursionError as error:
+        raise invalid(NAMES[given.kind], "it is nested too deeply") from error
     except ValueError as error:
         raise invalid(NAMES[given.kind], str(error)) from error
-
-
-def _grammar(given: Format) -> str:
-    matcher = library().LLMatcher
-    if given.kind == "regex":
-        return str(matcher.grammar_from_regex(given.text))
-    if given.kind == "grammar":
-        return str(matcher.grammar_from_lark(given.text))
-    try:
-        schema = json.loads(given.text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(schema, dict | bool):
-        raise ValueError("it is no JSON object")
-    return str(matcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON))
 
 
 def matcher_of(tokens: Any, grammar: str) -> Any:

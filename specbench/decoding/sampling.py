@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class Sampling(SamplingOptions):
 
     def with_format(self, format: CompiledFormat | None) -> Sampling:  # noqa: A002
         """Return the transforms with a format for the output."""
-        return self if format is None else self._copy(format=format)
+        return self if format is None else replace(self, format=format)
 
     def with_defaults(self, defaults: ModelDefaults, vocab_size: int) -> Sampling:
         """Return the transforms with a model's own settings; a repetition penalty that is set wins.
@@ -111,7 +111,7 @@ class Sampling(SamplingOptions):
         if penalty == 1.0:
             penalty = float(applied.get("repetition_penalty", 1.0))
         more = applied.keys() - {"repetition_penalty"}
-        return self._copy(repetition_penalty=penalty, defaults=defaults if more else None)
+        return replace(self, repetition_penalty=penalty, defaults=defaults if more else None)
 
     def at(self, prompt: int, asked: int | None, end_ids: Iterable[int]) -> Sampling:
         """Return the transforms for one output; for the arguments see ``ContextRules``."""
@@ -122,15 +122,11 @@ class Sampling(SamplingOptions):
             rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, asked, end_ids)
         if self.format is not None:
             matcher = self.format.matcher(prompt)
-        return self._copy(rules=rules, matcher=matcher)  # the cached context belongs to one output
+        return replace(self, rules=rules, matcher=matcher)  # the cached context belongs to one output
 
     def greedily(self) -> Sampling:
         """Return the transforms with greedy choice."""
-        return self._copy(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-
-    def _copy(self, **changed: Any) -> Sampling:
-        """Return a changed copy."""
-        return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)} | changed)
+        return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
     def scores(
         self,

@@ -210,8 +210,8 @@ class Scheduler:
             if len(parts) == 1:
                 self._fail(parts[0][0], error)
                 return
-            for part in parts:  # one by one, so that only those that cause it fail
-                self._make([part])
+            for alone in parts:  # one by one, so that only those that cause it fail
+                self._make([alone])
             return
         self._report(parts, fed, began)
         for (job, part), rows in zip(parts, outputs, strict=True):

@@ -91,7 +91,7 @@ class LlamaCpp(StartedEngine):
                 )
             if isinstance(setting.policy, Confidence):
                 export.differs.append(
-                    "--spec-draft-p-min drops the token below it, specbench stops after that token; it does not adapt."
+                    "--spec-draft-p-min drops the token below it, specbench stops after that token."
                 )
         if isinstance(drafter, Cascade):
             export.differs.append(

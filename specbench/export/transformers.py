@@ -90,7 +90,7 @@ class Transformers(engine.ExportEngine):
                 "These settings are read from the assistant's generation_config, not from arguments of generate.",
                 "A drafter with another tokenizer needs tokenizer= and assistant_tokenizer= in generate.",
             ]
-            if isinstance(setting.policy, Confidence) and not setting.policy.adapt:
+            if isinstance(setting.policy, Confidence):
                 export.differs.append("The threshold adapts to acceptance where scikit-learn is installed.")
         export.differs += [
             "γ does not count the bonus token. Drafts are made for one prompt at a time: a batch raises an error.",

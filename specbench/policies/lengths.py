@@ -6,7 +6,6 @@ Those that read the entropy of the drafter's untempered softmax draft up to thei
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
-
-_ENOUGH = 6
-"""Tested tokens before the threshold adapts, as in `transformers`."""
 
 
 class EntropyGuidedLength(ChainPolicy):
@@ -142,46 +138,13 @@ class HeuristicLength(ChainPolicy):
 
 
 class ConfidenceLength(ChainPolicy):
-    """Stops after a token whose probability ``q_i(t_i)`` is below a threshold.
-
-    With ``adapt`` the threshold moves after each step to where ``FPR + 3·(1 - TPR)`` of "confident" against "accepted"
-    was least in the drafts tested so far, once there are six with both outcomes among them.
-    """
+    """Stops after a token whose probability ``q_i(t_i)`` is below the threshold, as ``transformers`` does."""
 
     spec: Confidence
 
-    def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
-        self.threshold = self.spec.threshold
-        self._draft: Draft | None = None
-        self._seen: list[float] = []
-        self._accepted: list[float] = []
-        self._rejected: list[float] = []
-
-    def begin_step(self, budget: int) -> int:
-        self._draft, self._seen = None, []
-        return super().begin_step(budget)
-
     def should_continue(self, draft: Draft) -> bool:
-        self._draft = draft
-        self._read(draft, len(draft.tokens))
-        return not self._seen or self._seen[-1] >= self.threshold
-
-    def _read(self, draft: Draft, count: int) -> None:
-        """Add the confidences of the first ``count`` tokens to ``_seen``."""
-        self._seen += [confidence(draft, i) for i in range(len(self._seen), count)]
-
-    def observe(self, step: Step) -> None:
-        if not self.spec.adapt or self._draft is None:
-            return
-        self._read(self._draft, step.tested)  # the last one may not have been asked about
-        for i in range(step.tested):
-            insort(self._accepted if i < step.accepted else self._rejected, self._seen[i])
-        self._draft = None
-        if self._accepted and self._rejected and len(self._accepted) + len(self._rejected) >= _ENOUGH:
-            self.threshold = best_threshold(self._accepted, self._rejected)
-
-    def notes(self) -> Mapping[str, float]:
-        return {"threshold": self.threshold}
+        last = len(draft.tokens) - 1
+        return last < 0 or confidence(draft, last) >= self.spec.threshold
 
 
 class ConfidenceHeadLength(ChainPolicy):
@@ -211,21 +174,3 @@ class ConfidenceHeadLength(ChainPolicy):
 
     def notes(self) -> Mapping[str, float]:
         return {"survival": self._survival}
-
-
-def best_threshold(accepted: Sequence[float], rejected: Sequence[float]) -> float:
-    """Return the confidence with the least ``FPR + 3·(1 - TPR)``; the highest of equally good ones.
-
-    A draft counts as confident from the threshold upwards; TPR is the share of such among the accepted, FPR among the
-    rejected.
-
-    Args:
-        accepted: Confidences of accepted drafts, at least one, ascending.
-        rejected: Those of rejected ones, likewise.
-    """
-
-    def cost(threshold: float) -> float:
-        kept, lost = bisect_left(rejected, threshold), bisect_left(accepted, threshold)
-        return (len(rejected) - kept) / len(rejected) + 3 * lost / len(accepted)
-
-    return min(sorted({*accepted, *rejected}, reverse=True), key=cost)

@@ -164,7 +164,6 @@ class Confidence(PolicySpec, word="confidence", policy="lengths:ConfidenceLength
     """Stops after a token that the drafter gave little probability."""
 
     threshold: float = _number(0.4, "threshold=P", "the threshold")
-    adapt: bool = option(False, "adapt", "adapt the threshold to acceptance")
     gamma_max: int = _most(20)
 
 
