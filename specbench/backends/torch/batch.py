@@ -64,11 +64,11 @@ class BatchedModel:
     @torch.inference_mode()
     def score(self, requests: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         """Run all forward passes in one, see ``decoding.protocols.Batch``."""
-        scorers = [cast("Scorer", each.scorer) for each in requests]
+        scorers = [cast("Scorer", request.scorer) for request in requests]
         new = [
             i
-            for i, (scorer, each) in enumerate(zip(scorers, requests, strict=True))
-            if each.tokens and cast("PooledCache", scorer.cache).recurrent and not scorer.cache.length
+            for i, (scorer, request) in enumerate(zip(scorers, requests, strict=True))
+            if request.tokens and cast("PooledCache", scorer.cache).recurrent and not scorer.cache.length
         ]
         if new:  # the first pass keeps its last state alone, which is to be that before the draft
             before = self.score([requests[i]._replace(tokens=(), rows=1) for i in new])
@@ -81,45 +81,45 @@ class BatchedModel:
                 rows = requests[i].rows or len(requests[i].tokens) + 1
                 after[i] = join_passes([prompt, after[i]], rows)
             return after
-        for scorer, each in zip(scorers, requests, strict=True):
-            scorer.require(each)
-        tokens: list[int] = []
+        for scorer, request in zip(scorers, requests, strict=True):
+            scorer.require(request)
+        ids: list[int] = []
         wanted: list[int] = []
         parts: list[RequestTokens] = []
-        fed: list[slice] = []
-        given: list[slice] = []
-        for scorer, each in zip(scorers, requests, strict=True):
-            own, part, rows = _feed(scorer, each)
-            fed.append(slice(len(tokens), len(tokens) + len(own)))
-            given.append(slice(len(wanted), len(wanted) + rows))
+        fed: list[slice] = []  # which of the rows are each request's
+        counts: list[int] = []  # of its logits
+        for scorer, request in zip(scorers, requests, strict=True):
+            tokens, part, rows = _feed(scorer, request)
+            fed.append(slice(len(ids), len(ids) + len(tokens)))
+            ids += tokens
+            wanted += range(len(ids) - rows, len(ids))
             parts.append(part)
-            tokens += own
-            wanted += range(len(tokens) - rows, len(tokens))
-        layers = sorted({layer for each in requests for layer in each.layers})
-        device = self.loaded.device
-        ids, wanted_rows = torch.tensor([tokens], device=device), torch.tensor(wanted, device=device)
-        lengths = [part.cache.length for part in parts]
+            counts.append(rows)
+        layers = sorted({layer for request in requests for layer in request.layers})
+        device, lengths = self.loaded.device, [part.cache.length for part in parts]
         try:
             cache = BatchedCache(self.pool, parts, device)
-            counts = any(each.counts_experts for each in requests)
-            with self.loaded.watch_experts(counts) as choices:
-                made = self._forward(ids, cache, wanted_rows, layers)
-            found = []
-            for i, (scorer, each) in enumerate(zip(scorers, requests, strict=True)):
-                hidden = None
-                if each.layers and made.hidden is not None:
-                    hidden = made.hidden[fed[i]][:, [layers.index(layer) for layer in each.layers]]
-                experts = None
-                if choices is not None and each.counts_experts:
-                    experts = choices.read(fed[i])
-                found.append(ForwardOutput(scorer.fit(made.logits[given[i]]), hidden, experts))
+            with self.loaded.watch_experts(any(request.counts_experts for request in requests)) as choices:
+                made = self._forward(
+                    torch.tensor([ids], device=device), cache, torch.tensor(wanted, device=device), layers
+                )
+            outputs = []
+            for scorer, request, own, logits in zip(
+                scorers, requests, fed, made.logits.split(counts), strict=True
+            ):
+                hidden = experts = None
+                if request.layers and made.hidden is not None:
+                    hidden = made.hidden[own][:, [layers.index(layer) for layer in request.layers]]
+                if choices is not None and request.counts_experts:
+                    experts = choices.read(own)
+                outputs.append(ForwardOutput(scorer.fit(logits), hidden, experts))
         except BaseException:
             for part, length in zip(parts, lengths, strict=True):
                 part.cache.rollback(length)
             raise
-        for scorer, each in zip(scorers, requests, strict=True):
-            scorer.mark_read(each)
-        return found
+        for scorer, request in zip(scorers, requests, strict=True):
+            scorer.mark_read(request)
+        return outputs
 
 
 def _feed(scorer: Scorer, request: ForwardRequest) -> tuple[list[int], RequestTokens, int]:
