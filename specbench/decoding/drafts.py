@@ -84,7 +84,7 @@ class Draft:
         """Return where token ``i`` is from, or what is known of the next one; ``None`` if the drafter does not say."""
         return self.sources[i] if i < len(self.sources) else self.guess
 
-    def chance(self, node: int) -> float:  # noqa: ARG002
+    def chance(self, node: int) -> float:
         """Return the probability of a token by the drafter's distribution; 1 if unknown."""
         return 1.0
 

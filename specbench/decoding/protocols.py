@@ -199,11 +199,11 @@ class DraftPolicy:
         """
         raise NotImplementedError
 
-    def prune(self, draft: Draft) -> Sequence[int] | None:  # noqa: ARG002
+    def prune(self, draft: Draft) -> Sequence[int] | None:
         """Return the nodes of a tree to verify, ascending and with all their ancestors; ``None`` for all."""
         return None
 
-    def prefers_model(self, draft: Draft) -> bool:  # noqa: ARG002
+    def prefers_model(self, draft: Draft) -> bool:
         """Return whether a cascade's model drafts the next token, although one was found without a forward pass."""
         return False
 
@@ -394,7 +394,7 @@ class Drafter:
             cached_tokens: How many tokens at the start are those of the last context; they may stay in its cache.
         """
 
-    def unread(self, prompt: Sequence[int]) -> int:  # noqa: ARG002
+    def unread(self, prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt that has begun its model has to read before it can draft."""
         return 0
 

@@ -42,7 +42,7 @@ class ChainPolicy(DraftPolicy):
         self._limit = min(self.gamma_max, budget)
         return self._limit
 
-    def should_continue(self, draft: Draft) -> bool:  # noqa: ARG002
+    def should_continue(self, draft: Draft) -> bool:
         """Return whether to draft one more token; called before the drafter runs a forward pass for it."""
         return True
 
@@ -50,10 +50,7 @@ class ChainPolicy(DraftPolicy):
         return (len(draft.tokens) - 1,) if self.should_continue(draft) else ()
 
     def num_children(
-        self,
-        draft: Draft,  # noqa: ARG002
-        nodes: Sequence[int],  # noqa: ARG002
-        distributions: Sequence[TokenDistribution],  # noqa: ARG002
+        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         return (1,)
 

@@ -242,7 +242,7 @@ class RequestCosts(CostTable):
     def verify_s(self, n: int) -> float:
         return self._batch.plain_s / self._batch.size + (n - 1) * self._batch.row_s
 
-    def step_s(self, passes: int, n: int) -> float:  # noqa: ARG002
+    def step_s(self, passes: int, n: int) -> float:
         return self._batch.round_s
 
     def observe(self, step: Step) -> None:

@@ -75,7 +75,7 @@ class CostTable:
         """Return the time of a step with so many passes of the drafter, in which ``n`` tokens are verified."""
         return self.drafting_s(passes) + self.verify_s(n)
 
-    def samples(self, n: int) -> float:  # noqa: ARG002
+    def samples(self, n: int) -> float:
         """Return how many steps that verify ``n`` tokens were timed; infinite if that is not counted."""
         return math.inf
 

@@ -30,7 +30,7 @@ class EntropyGuidedLength(ChainPolicy):
 
     spec: Egag
 
-    def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
+    def begin(self, prompt: NewPrompt) -> None:
         self._average: float | None = None
         self._notes: dict[str, float] = {}
 
@@ -43,10 +43,7 @@ class EntropyGuidedLength(ChainPolicy):
         return len(draft.tokens) < self._gamma
 
     def num_children(
-        self,
-        draft: Draft,  # noqa: ARG002
-        nodes: Sequence[int],  # noqa: ARG002
-        distributions: Sequence[TokenDistribution],
+        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         if not self._notes:
             logits = distributions[0]
@@ -94,7 +91,7 @@ class EntropyBoundLength(ChainPolicy):
     target_rate = 0.9
     step = 0.01
 
-    def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
+    def begin(self, prompt: NewPrompt) -> None:
         self.threshold, self._rate = self.spec.threshold, self.target_rate
 
     def should_continue(self, draft: Draft) -> bool:
@@ -121,7 +118,7 @@ class HeuristicLength(ChainPolicy):
 
     spec: Heuristic
 
-    def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
+    def begin(self, prompt: NewPrompt) -> None:
         self.gamma = self.spec.first
 
     def begin_step(self, budget: int) -> int:
@@ -163,10 +160,7 @@ class ConfidenceHeadLength(ChainPolicy):
         return super().begin_step(budget)
 
     def num_children(
-        self,
-        draft: Draft,  # noqa: ARG002
-        nodes: Sequence[int],  # noqa: ARG002
-        distributions: Sequence[TokenDistribution],
+        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         predicted = getattr(distributions[0], "acceptance", None)
         self._survival *= 1.0 if predicted is None else predicted  # a cascade's copied tokens have none

@@ -209,12 +209,7 @@ class AssistantScorer(EagleScorer):
         self._features, self._rows = [found.features[0]], [found.logits[0]]
 
     def _input(
-        self,
-        ids: Tensor,
-        features: Tensor,
-        positions: range | Tensor,  # noqa: ARG002
-        mask: Tensor | None,  # noqa: ARG002
-        wanted: int,  # noqa: ARG002
+        self, ids: Tensor, features: Tensor, positions: range | Tensor, mask: Tensor | None, wanted: int
     ) -> HeadInput:
         return self._at(self._read, ids, features)
 

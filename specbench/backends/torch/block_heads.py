@@ -360,7 +360,7 @@ class BlockScorer(HeadScorer):
             cache.update(*entries)
         self._known, self._block = length, None
 
-    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         self._block = None
 
     def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:

@@ -99,7 +99,7 @@ class KVCache:
             first = end
         return found
 
-    def reserve(self, end: int, context: Sequence[int] | None = None, shared: int = 0) -> bool:  # noqa: ARG002
+    def reserve(self, end: int, context: Sequence[int] | None = None, shared: int = 0) -> bool:
         """Reserve the positions up to ``end`` for a forward pass, and return whether there is memory.
 
         Args:
@@ -349,7 +349,7 @@ class _StaticLayer(PreallocatedLayer):
             self.used = self.keys.shape[-2]
             self._reserve(capacity)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._owner.capacity, 0
 
     def get_seq_length(self) -> int:
@@ -394,7 +394,7 @@ class StaticKVCache(KVCache):
         return self.capacity
 
     @torch.inference_mode()
-    def reserve(self, end: int, context: Sequence[int] | None = None, shared: int = 0) -> bool:  # noqa: ARG002
+    def reserve(self, end: int, context: Sequence[int] | None = None, shared: int = 0) -> bool:
         if end > self.capacity:
             while self.capacity < end:
                 self.capacity *= 2

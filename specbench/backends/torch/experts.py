@@ -41,7 +41,7 @@ class ExpertChoices:
         self._layers, self._experts = layers, experts
         self.chosen: list[Tensor] = []  # [rows, experts per token] of each layer of each pass
 
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the choices that experts are called with; a forward hook."""
         for each in (*args[1:], *kwargs.values()):
             if isinstance(each, Tensor) and not each.is_floating_point():

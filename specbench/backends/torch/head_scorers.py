@@ -95,7 +95,7 @@ class HeadScorer:
         """Leading tokens of the context that it has read."""
         return self._known
 
-    def reserve(self, request: ForwardRequest) -> bool:  # noqa: ARG002
+    def reserve(self, request: ForwardRequest) -> bool:
         """Return true: a head needs no memory from a pool."""
         return True
 
@@ -113,7 +113,7 @@ class HeadScorer:
         clone._reset()
         return clone
 
-    def begin(self, cached_tokens: int = 0) -> None:  # noqa: ARG002
+    def begin(self, cached_tokens: int = 0) -> None:
         """Start a new context; nothing is kept of the last one."""
         self.epoch += 1
         for cache in self._caches:
@@ -218,7 +218,7 @@ class EagleScorer(HeadScorer):
         self._states.append(states[-fresh:].to(self.device, self._dtype))
         self._known = length
 
-    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         if self._read and self.cached_len > length:  # a timed forward pass is taken back, to be run again
             self._read -= 1
             self._states.insert(0, self._last)
@@ -236,7 +236,7 @@ class EagleScorer(HeadScorer):
         yield from self._read_draft(request.tokens, parents, chain=request.parents is None)
         return concat([row[None] for row in self._rows[-rows:]])
 
-    def compute(self, part: Any, inputs: Sequence[HeadInput]) -> list[HeadOutput]:  # noqa: ARG002
+    def compute(self, part: Any, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
         return self._forward(inputs)
 
     def _read_context(self, context: Sequence[int]) -> Reading:
@@ -327,7 +327,7 @@ class MedusaScorer(HeadScorer):
         self._state, self._rows = states[-1:, 0].to(self.device, self._dtype), []
         self._known = length
 
-    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         self._rows = []
 
     def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:

@@ -287,7 +287,7 @@ class MtpScorer(HeadScorer):
         self._add_features(0, self.head.fuse(fresh))
         self._known = length
 
-    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         """Drop entries of drafts, and those of the context after the first ``length`` tokens."""
         entries = max(0, length - 1)  # of layer 0
         for layer, read in enumerate(self._read):

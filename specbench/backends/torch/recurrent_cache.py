@@ -131,7 +131,7 @@ class RecurrentLayers(Cache):
         """Split inputs, [1, channels, rows], by requests."""
         return [inputs]
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:  # noqa: ARG002
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return none, so that a pass of one token calls ``update_conv_state`` as well."""
         return
 
@@ -237,7 +237,7 @@ class JointRecurrentCache(RecurrentLayers):
         parts: Sequence[torch.Tensor] = inputs.split(self._rows, dim=-1)
         return parts
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
     def end_forward(self) -> None:
