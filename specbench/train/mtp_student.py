@@ -14,7 +14,7 @@ from specbench.base.progress import quiet_transformers
 from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
 from specbench.models.mtp_layouts import SPECULATORS
-from specbench.train.eagle_student import EagleStudent, layer_config, layer_settings, start_from_highest
+from specbench.train.students import EagleStudent, layer_config, layer_settings, start_from_highest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

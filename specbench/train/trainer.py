@@ -27,10 +27,9 @@ from specbench.models.checkpoints import text_config
 from specbench.models.drafters import require_states
 from specbench.models.training_metadata import TRAINING_FILE
 from specbench.train.batches import Batches
-from specbench.train.eagle_student import EagleStudent
-from specbench.train.medusa_student import MedusaStudent
 from specbench.train.mtp_student import MtpStudent
 from specbench.train.settings import TrainingSettings
+from specbench.train.students import EagleStudent, MedusaStudent
 from specbench.train.texts import Text, write_texts
 
 if TYPE_CHECKING:

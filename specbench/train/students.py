@@ -1,4 +1,4 @@
-"""EAGLE-3 in training.
+"""EAGLE-3 and Medusa heads in training.
 
 Place i of a draft is the token i + 2 positions after the last one with known hidden states. The token in between is the
 target's own, with which the context ends.
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from specbench.backends.torch.heads import EagleHead, EagleShape
+from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
 from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
 from specbench.train.batches import Batch
@@ -153,7 +153,7 @@ class EagleStudent(nn.Module):
             tokens = (starts + place + 1).clamp(max=last)
             out = head.read(_picked(embedded, tokens), features, starts + place, attends)
             logits = self.logits(head.norm(out[kept]))
-            losses.append(loss_of(logits, p[wanted[kept]]))
+            losses.append(_loss_of(logits, p[wanted[kept]]))
             if place + 1 == self.depth:
                 break
             right = torch.zeros_like(kept)
@@ -168,7 +168,7 @@ class EagleStudent(nn.Module):
             features = _picked(head.recurring(out), chosen)
             for attend in attends:
                 attend.select(chosen, starts)
-        return join_losses(losses)
+        return _join_losses(losses)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits over the draft vocabulary, [..., vocab], for normalized states, [..., width]."""
@@ -189,12 +189,55 @@ class EagleStudent(nn.Module):
         return {name: tensor.detach() for name, tensor in self.head.named_parameters()}
 
 
-def loss_of(logits: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, int]:
+class MedusaStudent(EagleStudent):
+    """Medusa heads of one block each, on the target's own projection to the vocabulary (Cai et al. 2024).
+
+    Each begins as the target's own output. None reads what another has drafted, so all learn from every position.
+    """
+
+    algorithm = None
+
+    @property
+    def rate(self) -> float:
+        return 1e-3
+
+    def read_layers(self, total: int) -> tuple[int, ...]:
+        return (total,)
+
+    def make_head(self, model: PreTrainedModel) -> Any:  # noqa: ARG002
+        heads = MedusaHeads(self.depth, 1, self.config.hidden_size, 1, shared=True)
+        del heads.lm_heads
+        for parameter in heads.parameters():
+            nn.init.zeros_(parameter)
+        return heads
+
+    def forward(self, **batch: torch.Tensor) -> Batch:
+        p, states = batch["logits"].float().softmax(-1), batch["states"][:, :-1, 0].float()
+        losses, reached = [], torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        for place in range(self.depth):
+            wanted = wanted_rows(batch["places"], place)
+            reached = reached & (wanted >= 0)
+            losses.append(_loss_of(self.logits(self.head.guess(states[reached], place)), p[wanted[reached]]))
+        return _join_losses(losses)
+
+    def settings(self) -> Json:
+        return {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": self.config.hidden_size,
+            "vocab_size": self.config.vocab_size,
+            "num_heads": self.depth,
+            "num_hidden_layers": 1,
+            "original_lm_head": True,
+        }
+
+
+def _loss_of(logits: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the mean cross-entropy of drafts at a place with the target's distributions, and their number."""
     return cross_entropy(logits, p, reduction="sum") / max(1, len(logits)), len(logits)
 
 
-def join_losses(losses: Sequence[tuple[torch.Tensor, int]]) -> Batch:
+def _join_losses(losses: Sequence[tuple[torch.Tensor, int]]) -> Batch:
     """Return what ``EagleStudent.forward`` does, of the losses by place in the draft."""
     by_place = torch.stack([loss for loss, _ in losses])
     counted = torch.tensor([count for _, count in losses], device=by_place.device)
