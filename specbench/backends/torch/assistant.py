@@ -204,9 +204,9 @@ class AssistantScorer(EagleScorer):
             for kind, layer in self._layers_of.items()
         }
         last = torch.tensor(context[-1:], device=self.device)
-        found = yield None, self._at(len(context) - 1, last, self.head.fuse(state))
+        output = yield self._forward, self._at(len(context) - 1, last, self.head.fuse(state))
         self._mark_read(context, state)
-        self._features, self._rows = [found.features[0]], [found.logits[0]]
+        self._features, self._rows = [output.features[0]], [output.logits[0]]
 
     def _input(
         self, ids: Tensor, features: Tensor, positions: range | Tensor, mask: Tensor | None, wanted: int

@@ -336,16 +336,16 @@ class BlockScorer(HeadScorer):
     """A block drafter with keys and values of the context.
 
     The logits of DFlash depend on the depth in the draft alone; those of others also on the draft tokens before. The
-    layers run once for a context, and these logits are computed when they are wanted. So a pass has two parts:
-
-    - "block": from the context's last token to a ``Block``
-    - "rows": from a block and paths (each the context's last token, and a branch of the draft) to their logits
+    layers run once for a context, and these logits are computed when they are wanted. So a pass has two parts: from the
+    context's last token to a ``Block``, and from a block and paths (each the context's last token, and a branch of the
+    draft) to their logits.
     """
 
     def __init__(self, head: DFlashHead, target: OfTarget) -> None:
         super().__init__(head, target)
         self.longest, self.predicts_acceptance = head.block.drafted, head.block.confidence
         self._caches = [PreallocatedLayer() for _ in head.layers]
+        self._parts = self._blocks, self._rows
 
     def _reset(self) -> None:
         super()._reset()
@@ -365,15 +365,12 @@ class BlockScorer(HeadScorer):
 
     def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
         if self._block is None:
-            self._block = yield "block", (self, request.context[-1])
+            self._block = yield self._parts[0], (self, request.context[-1])
         assert self._block is not None
         if not self.head.conditional:
             return self._block.logits[node_depths(request)[-rows:]]
-        logits, self.acceptance = yield "rows", (self._block, _paths(request)[-rows:])
+        logits, self.acceptance = yield self._parts[1], (self._block, _paths(request)[-rows:])
         return cast("Tensor", logits)
-
-    def compute(self, part: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-        return self._blocks(inputs) if part == "block" else self._rows(inputs)
 
     def _blocks(self, inputs: Sequence[tuple[BlockScorer, int]]) -> list[Block]:
         shape = self.head.block

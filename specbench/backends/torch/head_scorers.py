@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import torch
@@ -20,11 +21,14 @@ from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
 from specbench.decoding.records import depths_of
 from specbench.decoding.tree import tree_rows
 
-HeadSteps: TypeAlias = Generator[tuple[Hashable, Any], Any, Tensor]
-"""A forward pass in progress: yields a part of the head and inputs for it, is sent the outputs, returns logits,
+Part: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
+"""Computes the outputs of a part of a head for the inputs of several requests; the same object for all clones."""
+
+HeadSteps: TypeAlias = Generator[tuple[Part, Any], Any, Tensor]
+"""A forward pass in progress: yields a part of the head and an input for it, is sent the output, and returns logits,
 [rows, vocab]."""
 
-Reading: TypeAlias = Generator[tuple[None, HeadInput], HeadOutput]
+Reading: TypeAlias = Generator[tuple[Part, HeadInput], HeadOutput]
 
 Embed = Callable[[Tensor], Tensor]
 """From token ids to their embeddings."""
@@ -142,10 +146,6 @@ class HeadScorer:
         """Run a forward pass step by step, to the last logits over the tokens that the head drafts, [rows, vocab]."""
         raise NotImplementedError
 
-    def compute(self, part: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Compute the outputs of a part of the head for inputs of several requests in one call."""
-        raise NotImplementedError
-
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         """Drop everything computed for drafts; accepted tokens are fed again, with the target's states."""
         raise NotImplementedError
@@ -160,10 +160,10 @@ class HeadBatch:
     @torch.inference_mode()
     def score(self, requests: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         """Run forward passes, see ``decoding.protocols.Batch``."""
-        scorers = [cast("HeadScorer", each.scorer) for each in requests]
+        scorers = [cast("HeadScorer", request.scorer) for request in requests]
         running = {
-            i: scorer.steps(each, len(each.tokens) + 1 if each.rows is None else each.rows)
-            for i, (scorer, each) in enumerate(zip(scorers, requests, strict=True))
+            i: scorer.steps(request, len(request.tokens) + 1 if request.rows is None else request.rows)
+            for i, (scorer, request) in enumerate(zip(scorers, requests, strict=True))
         }
         outputs: dict[int, Any] = {}
         logits: dict[int, Tensor] = {}
@@ -176,10 +176,9 @@ class HeadBatch:
                     except StopIteration as end:
                         logits[i] = end.value
                 running, outputs = {i: running[i] for i in inputs}, {}
-                for part in {part for part, _ in inputs.values()}:
+                for part in dict.fromkeys(part for part, _ in inputs.values()):
                     same = [i for i, (own, _) in inputs.items() if own == part]
-                    made = self.loaded.compute(part, [inputs[i][1] for i in same])
-                    outputs |= zip(same, made, strict=True)
+                    outputs |= zip(same, part([inputs[i][1] for i in same]), strict=True)
             return [ForwardOutput(scorer.fitted(logits[i])) for i, scorer in enumerate(scorers)]
         except BaseException:
             for scorer in scorers:  # drafts were read in part, and are read again
@@ -236,16 +235,14 @@ class EagleScorer(HeadScorer):
         yield from self._read_draft(request.tokens, parents, chain=request.parents is None)
         return concat([row[None] for row in self._rows[-rows:]])
 
-    def compute(self, part: Any, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
-        return self._forward(inputs)
-
     def _read_context(self, context: Sequence[int]) -> Reading:
         """Read new tokens, each with the target's state at the one before it."""
         past = self._read
         ids, states = self._new_tokens(context)
-        found = yield None, self._input(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)
+        places = range(past, past + len(ids))
+        output = yield self._forward, self._input(ids, self.head.fuse(states), places, None, 1)
         self._mark_read(context, states)
-        self._features, self._rows = [found.features[-1]], [found.logits[0]]
+        self._features, self._rows = [output.features[-1]], [output.logits[0]]
 
     def _new_tokens(self, context: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the tokens to read, and the states that go with them, [tokens, layers, width]."""
@@ -268,9 +265,10 @@ class EagleScorer(HeadScorer):
             if not chain:
                 tree = parents[:end]
                 (places,), mask = tree_rows(self._read - 1, tree, self._read + end, self.device, first + 1)
-            found = yield None, self._input(ids.to(self.device), features, places, mask, end - first)
-            self._features += found.features
-            self._rows += found.logits
+            given = self._input(ids.to(self.device), features, places, mask, end - first)
+            output = yield self._forward, given
+            self._features += output.features
+            self._rows += output.logits
 
     def _input(
         self, ids: Tensor, features: Tensor, positions: range | Tensor, mask: Tensor | None, wanted: int
@@ -299,9 +297,10 @@ class ParallelScorer(EagleScorer):
         ids, states = self._new_tokens(context)
         ids = torch.cat((ids, ids.new_full((len(self._masks),), self.head.mask)))
         features = torch.cat((self.head.fuse(states), self._masks))
-        found = yield None, self._input(ids, features, range(past, past + len(ids)), None, self.head.ahead)
+        places = range(past, past + len(ids))
+        output = yield self._forward, self._input(ids, features, places, None, self.head.ahead)
         self._mark_read(context, states)
-        self._rows = [*found.logits]
+        self._rows = [*output.logits]
 
     def _drop_drafts(self) -> None:
         """Do nothing: the logits depend only on the context and stay valid."""
@@ -311,12 +310,17 @@ class ParallelScorer(EagleScorer):
 
 class MedusaScorer(HeadScorer):
     """Medusa heads, whose logits depend on the target's last hidden state and the depth in the draft, not on draft
-    tokens. An input is that state, [1, width], for the head of a number.
+    tokens. Each head is a part, and its input is that state, [1, width].
     """
 
     def __init__(self, heads: MedusaHeads, target: OfTarget) -> None:
         super().__init__(heads, target)
         self.longest = heads.heads
+        self._parts = [partial(self._logits_of, head) for head in range(heads.heads)]
+
+    def _logits_of(self, head: int, states: Sequence[Tensor]) -> Sequence[Tensor]:
+        logits: Sequence[Tensor] = self.head.logits(concat(states), head).split(1)
+        return logits
 
     def _reset(self) -> None:
         super()._reset()
@@ -334,12 +338,8 @@ class MedusaScorer(HeadScorer):
         depths = node_depths(request)[-rows:]
         assert self._state is not None
         while len(self._rows) <= max(depths):
-            self._rows.append((yield len(self._rows), self._state))
+            self._rows.append((yield self._parts[len(self._rows)], self._state))
         return torch.cat([self._rows[depth] for depth in depths])
-
-    def compute(self, part: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        logits: Sequence[Tensor] = self.head.logits(concat(inputs), part).split(1)
-        return logits
 
 
 def node_depths(request: ForwardRequest) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,8 +18,8 @@ from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.cache_layers import PreallocatedLayer
-from specbench.backends.torch.head_forward import HeadForward, HeadInput, HeadOutput
-from specbench.backends.torch.head_scorers import HeadScorer, HeadSteps, OfTarget, node_depths
+from specbench.backends.torch.head_forward import HeadForward, HeadInput
+from specbench.backends.torch.head_scorers import HeadScorer, HeadSteps, OfTarget, Reading, node_depths
 from specbench.backends.torch.heads import Attend, EagleShape, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens
 from specbench.decoding.protocols import ForwardRequest
@@ -315,9 +315,7 @@ class MtpScorer(HeadScorer):
                 yield from self._run(layer, fresh, request)
         return torch.stack([self._rows[row - 1] for row in range(len(depths) - rows, len(depths))])
 
-    def _run(
-        self, layer: int, wanted: Sequence[int], request: ForwardRequest
-    ) -> Generator[tuple[int, HeadInput], HeadOutput]:
+    def _run(self, layer: int, wanted: Sequence[int], request: ForwardRequest) -> Reading:
         """Run a layer over what it has not read of the context and of the branches of nodes at its depth."""
         context, first = request.context, self._read[layer]
         base = len(context) - 1 - layer  # entries of the context
@@ -349,14 +347,14 @@ class MtpScorer(HeadScorer):
             [self._caches[layer]],
             len(wanted),
         )
-        found = yield layer, given
+        output = yield self._forwards[layer], given
         own_entries = base - first
         if layer + 1 < len(self._read) and self.head.chained:
-            self._add_features(layer + 1, found.features[:own_entries])
+            self._add_features(layer + 1, output.features[:own_entries])
         self._read[layer] = base
         self._drafted[layer] += nodes
-        self._outputs[layer] |= zip(nodes, found.features[own_entries:], strict=True)
-        self._rows |= zip(wanted, found.logits, strict=True)
+        self._outputs[layer] |= zip(nodes, output.features[own_entries:], strict=True)
+        self._rows |= zip(wanted, output.logits, strict=True)
 
     def _ids(self, request: ForwardRequest, start: int, nodes: Sequence[int]) -> Tensor:
         """Return the tokens of the context from ``start`` on, and those of nodes."""
@@ -377,9 +375,6 @@ class MtpScorer(HeadScorer):
             mask[row, :base] = True
             mask[row, [column[node] for node in branch]] = True
         return mask.to(self.device)[None, None]
-
-    def compute(self, part: int, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
-        return self._forwards[part](inputs)
 
 
 def _branch(node: int, parents: Sequence[int]) -> list[int]:
