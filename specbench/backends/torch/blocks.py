@@ -111,9 +111,7 @@ class BlockAllocator:
                 self._digests[block] = digest
 
     def share_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
-        """Let a new request share the published blocks of the longest
-        prefix of ``tokens``; return the positions in them.
-        """
+        """Let a new request share the published blocks of the longest prefix of ``tokens``; return their positions."""
         for i in range(len(tokens) // self.size):
             digest = self._digest(table, tokens, i)
             block = self._by_digest.get(digest)

@@ -206,11 +206,7 @@ class LayerGroup:
 
     @classmethod
     def extended(
-        cls,
-        layers: Sequence[Any],
-        places: Sequence[int],
-        tokens: int,
-        empty: Tensor,
+        cls, layers: Sequence[Any], places: Sequence[int], tokens: int, empty: Tensor
     ) -> LayerGroup | None:
         """Count ``tokens`` more positions of layers as used, which the caller writes.
 

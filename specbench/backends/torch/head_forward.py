@@ -53,20 +53,16 @@ class HeadForward:
         self._dtype = dtype or next(head.parameters()).dtype
 
     def __call__(self, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
-        """Run a forward over the tokens of several requests;
-        weights are read once for all, and attention is separate.
-        """
-        tokens = [len(each.embedded) for each in inputs]
-        embedded, features = (
-            concat([*parts])[None].to(self._dtype)
-            for parts in zip(*((each.embedded, each.features) for each in inputs), strict=True)
-        )
+        """Run a forward over the tokens of several requests, each of which attends to its own cache."""
+        tokens = [len(given.embedded) for given in inputs]
+        embedded = concat([given.embedded for given in inputs])[None].to(self._dtype)
+        features = concat([given.features for given in inputs])[None].to(self._dtype)
         positions = torch.as_tensor(_positions(inputs), device=embedded.device)[None]
         out = self.head.read(embedded, features, positions, self.attends(inputs))[0]
         parts = zip(inputs, out.split(tokens), strict=True)
-        logits = self.head.logits(concat([part[-each.wanted :] for each, part in parts]))
-        outputs = self.head.recurring(out).split(tokens), logits.split([each.wanted for each in inputs])
-        return [HeadOutput(*each) for each in zip(*outputs, strict=True)]
+        logits = self.head.logits(concat([part[-given.wanted :] for given, part in parts]))
+        outputs = self.head.recurring(out).split(tokens), logits.split([given.wanted for given in inputs])
+        return [HeadOutput(*output) for output in zip(*outputs, strict=True)]
 
     def attends(self, inputs: Sequence[HeadInput]) -> list[Attend]:
         """Return how each layer attends: a request's tokens to its cache, which they join, and to each other."""
@@ -136,11 +132,9 @@ def _positions(inputs: Sequence[HeadInput]) -> range | Tensor:
 
 
 class NativeHeadForward(HeadForward):
-    """A forward pass through an EAGLE-3 head in one native call,
-    for any number of requests, in float32 between products.
+    """A forward pass through an EAGLE-3 head in one native call for all requests, in float32 between products.
 
-    Long readings go through torch operators and the attention of prompts: in native passes every token reads all keys
-    again.
+    Long readings go through torch operators, because in native passes every token reads all keys again.
     """
 
     head: EagleHead

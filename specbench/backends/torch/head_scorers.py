@@ -125,8 +125,7 @@ class HeadScorer:
         self._reset()
 
     def take_states(self, length: int, states: Tensor) -> None:
-        """Receive the target's hidden states, [positions, layers, width], of consecutive positions up to ``length -
-        1``.
+        """Receive the target's hidden states, [positions, layers, width], of the last positions before ``length``.
 
         They include at least all positions whose states were not received before.
         """
@@ -277,9 +276,7 @@ class EagleScorer(HeadScorer):
 
 
 class ParallelScorer(EagleScorer):
-    """P-EAGLE: reads mask tokens after what is new of the context,
-    and has all logits of a draft from one forward pass.
-    """
+    """P-EAGLE: reads masks after what is new of the context, and has all logits of a draft from this one pass."""
 
     def __init__(self, head: ParallelEagleHead, target: OfTarget) -> None:
         super().__init__(head, target)

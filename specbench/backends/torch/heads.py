@@ -1,8 +1,7 @@
 """Trained heads: small modules that predict what a target writes next from its hidden states.
 
-They are plain modules, differentiable over any number of positions. Their attention to earlier tokens is passed in as
-an
-argument: ``head_scorers.py`` passes one for decoding, the training another.
+They are plain modules, differentiable over any number of positions. Their attention to earlier tokens is an argument:
+``head_forward.py`` passes one for decoding, the training another.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 Attend: TypeAlias = Callable[..., Tensor]
-"""From queries, [batch, heads, tokens, size], and keys and values, [batch, key/value heads, tokens, size], of these
-tokens to the attention's output, [batch, tokens, heads, size]. If attention has sinks, they are the argument ``sinks``,
-[heads].
+"""Computes attention, [batch, tokens, heads, size], from queries, [batch, heads, tokens, size], and keys and values,
+[batch, key/value heads, tokens, size], of these tokens. Attention sinks are the argument ``sinks``, [heads].
 """
 
 
@@ -54,11 +52,10 @@ class EagleShape:
 class RecurrentHead(nn.Module):
     """Decoder layers, mostly one, over tokens and the target's hidden states.
 
-    The input for a token is its embedding and the feature of the position before it. This feature is ``fuse(states)``,
-    or ``recurring(out)`` of the head's own output at positions without target states. The logits after the token are
-    ``logits(out)``. Only the first layer's input are embeddings and features; the input of other layers is the output
-    of the layer before. ``embed_tokens`` is ``None`` if the head uses the target's embeddings. A token attends to the
-    ``window`` positions up to its own; ``None`` for all.
+    The first layer reads a token's embedding and the feature of the position before it; a further layer reads the
+    output of the layer before. A feature is ``fuse(states)``, or ``recurring(out)`` of the head's own output where the
+    target's states are not known. ``logits(out)`` are those after the token. ``embed_tokens`` is ``None`` if the head
+    uses the target's embeddings. A token attends to the ``window`` positions up to its own; ``None`` for all.
     """
 
     shape: EagleShape
@@ -69,9 +66,7 @@ class RecurrentHead(nn.Module):
     window: int | None = None
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Return the features of positions, [..., hidden], from states of the target,
-        lower layers first, [..., states, width].
-        """
+        """Return features, [..., hidden], from the target's states, lower layers first, [..., states, width]."""
         return states.flatten(-2)
 
     def read(
@@ -250,10 +245,8 @@ class _Attention(nn.Module):
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary embedding (Su et al. 2021) to [batch, heads, tokens, size],
-    by cosines and sines [batch, tokens, size].
-    """
-    cosines, sines = (each.unsqueeze(1) for each in rotation)
+    """Rotate [batch, heads, tokens, size] by cosines and sines, [batch, tokens, size] (Su et al. 2021)."""
+    cosines, sines = (part.unsqueeze(1) for part in rotation)
     rotated: Tensor = x * cosines + rotate_half(x) * sines
     return rotated
 
@@ -303,9 +296,7 @@ class MedusaHeads(nn.Module):
         return state
 
     def logits(self, state: Tensor, head: int) -> Tensor:
-        """Return one head's logits, [..., vocab],
-        for the target's last hidden states after its final norm, [..., width].
-        """
+        """Return one head's logits, [..., vocab], for states as in ``guess``, [..., width]."""
         logits: Tensor = self.lm_heads[min(head, len(self.lm_heads) - 1)](self.guess(state, head))
         return logits
 

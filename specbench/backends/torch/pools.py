@@ -338,8 +338,7 @@ class BatchedCache:
     def extend(
         self, layers: Sequence[int], empty: Tensor
     ) -> tuple[list[tuple[Tensor, Tensor]], list[Request]] | None:
-        """Count the rows as cached, whose keys and values the caller writes; compare
-        ``cache_layers.LayerGroup.extended``.
+        """Count the rows as cached, whose keys and values the caller writes, as ``LayerGroup.extended`` does.
 
         Returns:
             Keys and values of each layer, [1, heads, positions of the pool, head size], and what each request attends

@@ -1,17 +1,15 @@
 """Recurrent layers (Mamba, gated delta rules and the like) of ``transformers`` over caches that can be rolled back.
 
-``transformers`` runs a pass of several tokens in blocks (the chunked form), which gives one state at the end, other
-roundings than its passes of one token. ``keep_states`` gives the layers of a model a class whose forward calls other
-functions in place of these. Over our caches, a pass of up to
-``LONGEST_FORWARD`` tokens on top of a state calls the function for one token for each in turn: so there is a state
-after each, and a pass of n tokens has the recurrences of n passes of one, to the bit. First passes and longer ones call
-the chunked function. In a pass over several requests, each request is computed by itself. Passes over other caches run
-as before. Where a model bounds its time steps, those of the prompt are bounded and those of outputs are not, which is
-what ``generate`` does with a pass over the prompt and one for each token, whatever passes there are.
+``transformers`` reads several tokens in blocks (the chunked form). That gives one state, the last, and rounds otherwise
+than its passes of one token. ``keep_states`` gives the layers of a model a class whose forward calls functions of this
+module instead. Over our caches, a pass of up to ``LONGEST_FORWARD`` tokens on top of a state calls the function for one
+token for each in turn: so there is a state after each, and a pass of n tokens equals n passes of one, to the bit. First
+passes and longer ones call the chunked function, and passes over other caches run as before. In a batch each request is
+computed by itself. A model that bounds its time steps does so in the prompt and not in outputs, as in ``generate``.
 
-On CPUs, gated delta rules and Mamba 2 take one native call for all tokens instead (``kernels.delta_rule``), if a
-trial gives the results of the function for one token. The convolution before a recurrence takes a few operators over
-its last inputs.
+On CPUs, gated delta rules and Mamba 2 take one native call for all tokens (``kernels.delta_rule``), if a trial gives
+the results of the function for one token. The convolution before a recurrence takes a few operators over its last
+inputs.
 """
 
 from __future__ import annotations
@@ -64,8 +62,9 @@ def cache_argument(config: PreTrainedConfig) -> str:
 
 
 def bounds_prompts(config: PreTrainedConfig) -> bool:
-    """Whether models of this configuration bound time steps, in prompts alone: another prompt cannot go on from the
-    states of outputs.
+    """Whether models of this configuration bound time steps, in prompts alone.
+
+    Then another prompt cannot go on from the states of outputs.
     """
     if config.model_type in ("nemotron_h", "zamba2"):
         return bool(config.time_step_min > 0)

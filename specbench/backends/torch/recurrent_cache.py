@@ -30,9 +30,8 @@ class History:
 
     length: int = 0  # tokens read
     base: int = 0  # tokens after which the earliest state is kept
-    states: list[torch.Tensor] = field(
-        default_factory=list
-    )  # after ``base`` to ``length``; none without a recurrence
+    # After ``base`` to ``length`` tokens; none without a recurrence.
+    states: list[torch.Tensor] = field(default_factory=list)
     # Inputs of the convolution, [batch, channels, kernel + length - base]; ``None`` before the first pass.
     columns: torch.Tensor | None = None
     kernel: int = 0  # inputs of the convolution that one output reads
