@@ -86,7 +86,7 @@ def run_to_end(decoding: Decoding[T]) -> T:
         while True:
             request = decoding.send(request.scorer.score(request))
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+        return end.value
 
 
 Drawing: TypeAlias = "Callable[[TokenDistribution, int, Randomness], list[Draws]]"

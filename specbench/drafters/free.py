@@ -28,8 +28,7 @@ def make_free(spec: FreeSpec, target: Any = None) -> FreeDrafter:
     """Make the drafter of a spec for a target."""
     assert spec.drafter is not None
     module, _, name = spec.drafter.partition(":")
-    made: FreeDrafter = getattr(import_module(f"specbench.drafters.{module}"), name)(spec, target)
-    return made
+    return getattr(import_module(f"specbench.drafters.{module}"), name)(spec, target)
 
 
 class FreeDrafter(Drafter):

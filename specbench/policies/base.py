@@ -86,9 +86,9 @@ def build_policy(spec: str | PolicySpec) -> DraftPolicy:
     """
     spec = parse_policy(spec) if isinstance(spec, str) else spec
     if isinstance(spec, OwnPolicy):
-        return spec.make()  # type: ignore[no-any-return]
+        return spec.make()
     module, _, name = spec.policy.partition(":")
-    return getattr(import_module(f"specbench.policies.{module}"), name)(spec)  # type: ignore[no-any-return]
+    return getattr(import_module(f"specbench.policies.{module}"), name)(spec)
 
 
 def normalized_entropy(logits: Logits) -> float:

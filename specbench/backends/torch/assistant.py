@@ -89,20 +89,18 @@ class Assistant(RecurrentHead):
                 position_ids=positions,
                 attend=attend,
             )
-        return cast("Tensor", x)
+        return x
 
     def recurring(self, out: Tensor) -> Tensor:
-        projected: Tensor = self.post_projection(self.norm(out))
-        return projected
+        return self.post_projection(self.norm(out))
 
     def logits(self, out: Tensor) -> Tensor:
         normed = self.norm(out)
-        logits: Tensor = (
+        return (
             self.lm_head(normed)
             if self.masked_embedding is None
             else self.masked_embedding(normed, cast("Tensor", self.lm_head.weight))
         )
-        return logits
 
 
 class Centroids(nn.Module):

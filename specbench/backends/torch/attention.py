@@ -257,8 +257,7 @@ def _masks_of_pass(mask: Tensor, groups: int, dtype: torch.dtype) -> list[Tensor
     last = getattr(_last_masks, "value", None)
     if last is None or last[0] is not mask or last[1:3] != (groups, dtype):
         last = _last_masks.value = (mask, groups, dtype, fold_mask(mask, groups, dtype))
-    masks: list[Tensor] = last[3]
-    return masks
+    return last[3]
 
 
 def fold_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> list[Tensor]:

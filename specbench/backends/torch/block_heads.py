@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -132,8 +132,7 @@ class DFlashHead(nn.Module):
         rotation = self.rotary_emb(x, positions)
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, rotation, attend)
-        normed: Tensor = self.norm(x)
-        return normed
+        return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits, [..., vocab], which do not depend on draft tokens, from hidden states, see ``guess``."""
@@ -370,7 +369,7 @@ class BlockScorer(HeadScorer):
         if not self.head.conditional:
             return self._block.logits[node_depths(request)[-rows:]]
         logits, self.acceptance = yield self._parts[1], (self._block, _paths(request)[-rows:])
-        return cast("Tensor", logits)
+        return logits
 
     def _blocks(self, inputs: Sequence[tuple[BlockScorer, int]]) -> list[Block]:
         shape = self.head.block

@@ -78,8 +78,7 @@ class ExpertChoices:
         seen = torch.zeros(len(ids), none + 1, dtype=torch.bool, device=ids.device)
         read = seen.scatter_(1, ids.flatten(1), True)[:, :none].sum(dim=1)
         # At once, as a transfer waits for the device.
-        counts: list[int] = torch.cat([read, alone[None]]).tolist()
-        return counts
+        return torch.cat([read, alone[None]]).tolist()
 
 
 class ExpertCounter:

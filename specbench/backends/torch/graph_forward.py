@@ -140,8 +140,7 @@ class _CacheOfLayer:
         self._layer = layer
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._layer.update(keys, values)
-        return found
+        return self._layer.update(keys, values)
 
 
 class _Inputs(NamedTuple):

@@ -316,8 +316,7 @@ class MedusaScorer(HeadScorer):
         self._parts = [partial(self._logits_of, head) for head in range(heads.heads)]
 
     def _logits_of(self, head: int, states: Sequence[Tensor]) -> Sequence[Tensor]:
-        logits: Sequence[Tensor] = self.head.logits(concat(states), head).split(1)
-        return logits
+        return self.head.logits(concat(states), head).split(1)
 
     def _reset(self) -> None:
         super()._reset()

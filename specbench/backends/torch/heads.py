@@ -87,8 +87,7 @@ class RecurrentHead(nn.Module):
 
     def logits(self, out: Tensor) -> Tensor:
         """Return logits over the tokens it drafts, [..., vocab], after tokens with these outputs."""
-        logits: Tensor = self.lm_head(self.norm(out))
-        return logits
+        return self.lm_head(self.norm(out))
 
 
 class EagleHead(RecurrentHead):
@@ -123,8 +122,7 @@ class EagleHead(RecurrentHead):
         wide = states.flatten(-2)
         if self.input_norm is not None:
             wide = self.input_norm(wide)
-        fused: Tensor = self.fc(wide)
-        return fused
+        return self.fc(wide)
 
     def read(
         self, embedded: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
@@ -136,8 +134,7 @@ class EagleHead(RecurrentHead):
         return out
 
     def recurring(self, out: Tensor) -> Tensor:
-        normed: Tensor = self.norm(out) if self.shape.norm_output else out
-        return normed
+        return self.norm(out) if self.shape.norm_output else out
 
 
 class ParallelEagleHead(EagleHead):
@@ -178,8 +175,7 @@ class Eagle1Head(RecurrentHead):
         self, embedded: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
     ) -> Tensor:
         x, (attend,) = self.fc(torch.cat((embedded, features), dim=-1)), attends
-        out: Tensor = self.layers[0](x, self.rotary_emb(embedded, positions), attend)
-        return out
+        return self.layers[0](x, self.rotary_emb(embedded, positions), attend)
 
 
 class _EagleLayer(nn.Module):
@@ -199,8 +195,7 @@ class _EagleLayer(nn.Module):
         residual = normed if self._norm_before_residual else features
         x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
         residual = residual + self.self_attn(x, rotation, attend)
-        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return out
+        return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class _Gated(nn.Module):
@@ -212,8 +207,7 @@ class _Gated(nn.Module):
         self.down_proj = shape.linear("down_proj", inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class _Attention(nn.Module):
@@ -231,8 +225,7 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         query = _rotate(self.q_norm(self._by_head(self.q_proj(x))), rotation)
-        out: Tensor = self.o_proj(attend(query, *self.keys_values(x, rotation)).flatten(-2))
-        return out
+        return self.o_proj(attend(query, *self.keys_values(x, rotation)).flatten(-2))
 
     def keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values of tokens, see ``Attend``."""
@@ -240,15 +233,13 @@ class _Attention(nn.Module):
         return key, self._by_head(self.v_proj(x))
 
     def _by_head(self, x: Tensor) -> Tensor:
-        by_head: Tensor = x.unflatten(-1, (-1, self._size)).transpose(1, 2)
-        return by_head
+        return x.unflatten(-1, (-1, self._size)).transpose(1, 2)
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate [batch, heads, tokens, size] by cosines and sines, [batch, tokens, size] (Su et al. 2021)."""
     cosines, sines = (part.unsqueeze(1) for part in rotation)
-    rotated: Tensor = x * cosines + rotate_half(x) * sines
-    return rotated
+    return x * cosines + rotate_half(x) * sines
 
 
 class DecoderLayer(nn.Module):
@@ -264,8 +255,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class MedusaHeads(nn.Module):
@@ -297,8 +287,7 @@ class MedusaHeads(nn.Module):
 
     def logits(self, state: Tensor, head: int) -> Tensor:
         """Return one head's logits, [..., vocab], for states as in ``guess``, [..., width]."""
-        logits: Tensor = self.lm_heads[min(head, len(self.lm_heads) - 1)](self.guess(state, head))
-        return logits
+        return self.lm_heads[min(head, len(self.lm_heads) - 1)](self.guess(state, head))
 
     def forward(self, states: Tensor) -> Sequence[Tensor]:
         """Return the logits of every head."""

@@ -110,12 +110,10 @@ class MtpLayer(RecurrentHead):
             past_key_values=None,
             attend=attend,
         )
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        return out[0] if isinstance(out, tuple) else out
 
     def recurring(self, out: Tensor) -> Tensor:
-        normed: Tensor = self.norm(out)
-        return normed
+        return self.norm(out)
 
 
 def build_mtp_layers(
@@ -299,8 +297,7 @@ class MtpScorer(HeadScorer):
         self._rows = {-1: self._rows[-1]} if -1 in self._rows else {}
 
     def _features(self, layer: int) -> PreallocatedLayer:
-        cache: PreallocatedLayer = self._caches[len(self._read) + layer * self.head.chained]
-        return cache
+        return self._caches[len(self._read) + layer * self.head.chained]
 
     def _add_features(self, layer: int, features: Tensor) -> None:
         self._features(layer).update(features[None, None], features[None, None, :, :0])

@@ -138,8 +138,7 @@ _CONVOLUTION = "causal_conv1d_fn"
 def _convolve(function: Function, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The convolution of a pass, [batch, channels, columns] -> [batch, channels, new columns] over our caches."""
     if inputs is not running.inputs:
-        found: torch.Tensor = function(inputs, *args, **kwargs)
-        return found
+        return function(inputs, *args, **kwargs)
     requests = list(zip(running.columns, running.convolved, strict=True))
     running.inputs = None
     outputs = [
@@ -169,8 +168,7 @@ def _convolve_short(
         total += bias.float()
     if activation is not None:
         total = ACT2FN[activation](total)
-    made: torch.Tensor = total.to(inputs.dtype).mT
-    return made
+    return total.to(inputs.dtype).mT
 
 
 # -- recurrences -----------------------------------------------------------------------------------
@@ -365,8 +363,7 @@ def _mamba2_native(given: Arguments, state: torch.Tensor, after: list[torch.Tens
     x, dt, a, b, c = (given[name] for name in _MAMBA)
     dt = dt.float()
     read = delta_rule(c, b, x, dt * a.float(), dt, state, after, normalize=False, adds=True)
-    output: torch.Tensor = read + x * given["D"][:, None]
-    return output
+    return read + x * given["D"][:, None]
 
 
 def _mamba2_samples() -> list[tuple[Arguments, torch.Tensor]]:

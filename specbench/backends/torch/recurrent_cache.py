@@ -233,8 +233,7 @@ class JointRecurrentCache(RecurrentLayers):
         return [each for cache in self._caches for each in cache._histories(layer_idx, state_idx)]
 
     def _split(self, inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        parts: Sequence[torch.Tensor] = inputs.split(self._rows, dim=-1)
-        return parts
+        return inputs.split(self._rows, dim=-1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

@@ -87,8 +87,7 @@ def _distances(found: Tensor, expected: Tensor) -> Tensor:
     known = expected.isfinite()
     found, expected = (each.float().where(known, 0.0) for each in (found, expected))
     size = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    distances: Tensor = (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
-    return distances
+    return (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _embeddings(model: PreTrainedModel) -> Tensor:

@@ -64,7 +64,7 @@ def _module(make: Make, head: TrainedHead, target: PreTrainedConfig, own_head: O
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = head.rows(own_head, shape.layer.vocab_size)
     head.fill(module, tensors)
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 def _shape(files: HeadFiles, names: Collection[str], states: int) -> EagleShape:
