@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -25,15 +25,14 @@ class PoolUsage:
     bytes: int  # of all buffers, or what they had before they were released; 0 before anything is in them
 
 
+@dataclass
 class BlockTable:
-    """The blocks of a request, in the order of its positions.
+    """The blocks of a request, in the order of its positions."""
 
-    For the first full blocks it also has digests of all tokens up to the end of the block.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.digests: list[bytes] = []
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(
+        default_factory=list
+    )  # of all tokens up to the end of each of the first full blocks
 
 
 class BlockAllocator:

@@ -223,29 +223,15 @@ def _layer_config(text: PreTrainedConfig, sparse: Sequence[bool], kind: str = "f
 
 
 class MtpLayers(nn.Module):
-    """Several MTP layers, each of which drafts one token; see ``MtpScorer``.
-
-    Attributes:
-        layers: The layers; ``mtp_layers`` are the same, typed.
-        chained: See ``Layout``.
-    """
+    """Several MTP layers, each of which drafts one token; see ``MtpScorer``, and for ``chained`` ``Layout``."""
 
     embed_tokens: nn.Embedding | None
 
     def __init__(self, layers: Sequence[MtpLayer], *, chained: bool = True) -> None:
         super().__init__()
         self.embed_tokens = None
-        self.chained = chained
+        self.chained, self.shape = chained, layers[0].shape
         self.layers = nn.ModuleList(layers)
-        self.shape = layers[0].shape
-
-    @property
-    def mtp_layers(self) -> list[MtpLayer]:
-        return cast("list[MtpLayer]", [*self.layers])
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """Return the features of the first layer, see ``RecurrentHead``."""
-        return self.mtp_layers[0].fuse(states)
 
 
 class MtpScorer(HeadScorer):
@@ -260,7 +246,7 @@ class MtpScorer(HeadScorer):
     def __init__(self, head: MtpLayers, target: OfTarget) -> None:
         super().__init__(head, target)
         self.longest = len(head.layers)
-        self._forwards = [HeadForward(layer) for layer in head.mtp_layers]
+        self._forwards = [HeadForward(layer) for layer in self.head.layers]
         # Keys and values of each layer, and then the features of each.
         self._caches = [PreallocatedLayer() for _ in range(2 * self.longest)]
 
@@ -282,7 +268,7 @@ class MtpScorer(HeadScorer):
 
     def take_states(self, length: int, states: Tensor) -> None:
         fresh = states[self._known - length :].to(self.device, self._dtype)
-        self._add_features(0, self.head.fuse(fresh))
+        self._add_features(0, self.head.layers[0].fuse(fresh))
         self._known = length
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
