@@ -184,8 +184,8 @@ class GrowingTree(Draft):
         if not draws:
             return
         before = self.candidates.setdefault(parent, [])
-        known = {token for each in before for token in each.tokens}
-        for token in (token for each in draws for token in each.tokens):
+        known = {token for drawn in before for token in drawn.tokens}
+        for token in (token for drawn in draws for token in drawn.tokens):
             if token in known:
                 continue
             self.tokens.append(token)
@@ -206,7 +206,7 @@ class GrowingTree(Draft):
         for i, token in enumerate(chain.tokens):
             source = None if chain.q is None else chain.q[i].clone()  # the next proposal may write over it
             self.add(node, [Draws((token,), source)])
-            node = next(i for i, each in enumerate(self.tokens) if (self.parents[i], each) == (node, token))
+            node = next(i for i, child in enumerate(self.tokens) if (self.parents[i], child) == (node, token))
             nodes.append(node)
         return nodes
 

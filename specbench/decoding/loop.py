@@ -48,10 +48,10 @@ def decode_steps(request: Request, clock: Clock | None = None) -> Iterator[Prefi
         ['Prefill', 'Step']
     """
     decoding = decode(request, Stopwatch(clock))
-    for each in decoding:
-        while isinstance(each, ForwardRequest):  # the loop ends with a record, so ``send`` returns
-            each = decoding.send(each.scorer.score(each))
-        yield each
+    for event in decoding:
+        while isinstance(event, ForwardRequest):  # the loop ends with a record, so ``send`` returns
+            event = decoding.send(event.scorer.score(event))
+        yield event
 
 
 def decode(request: Request, watch: Stopwatch) -> DecodingLoop:

@@ -51,7 +51,7 @@ def time_split(prefill: Prefill, steps: Sequence[Step]) -> tuple[float, StepTime
         ttft_s += steps[0].times.total_s
         steps = steps[1:]
     parts = {
-        each.name: math.fsum(getattr(step.times, each.name) for step in steps) for each in fields(StepTimes)
+        part.name: math.fsum(getattr(step.times, part.name) for step in steps) for part in fields(StepTimes)
     }
     return ttft_s, StepTimes(**parts)
 

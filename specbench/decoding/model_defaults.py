@@ -84,8 +84,8 @@ def _active(config: Any, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
 def _plain(value: Any) -> Any:
     """Return a setting as JSON; a dict with tuple keys becomes a list of pairs."""
     if isinstance(value, dict):
-        return [[_plain(key), each] for key, each in value.items()]
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return [[_plain(key), item] for key, item in value.items()]
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _listed(settings: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ class Request:
         if several and not METHODS[method].several_drafters:
             raise UsageError(
                 f"{method} does not verify the drafts of several drafters.",
-                f"Use {', '.join(name for name, each in METHODS.items() if each.several_drafters)}.",
+                f"Use {', '.join(name for name, rule in METHODS.items() if rule.several_drafters)}.",
             )
         if METHODS[method].chains_only:
             raise UsageError(

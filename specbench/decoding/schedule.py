@@ -348,18 +348,18 @@ class Scheduler:
         decoding = job.decoding
         assert decoding is not None
         try:
-            each = next(decoding) if rows is None else decoding.send(rows)
-            while not isinstance(each, ForwardRequest):
-                if isinstance(each, Prefill):
-                    each = replace(each, queued_s=job.queued_s)
-                self._coming.append((job.number, each))
-                each = next(decoding)
+            event = next(decoding) if rows is None else decoding.send(rows)
+            while not isinstance(event, ForwardRequest):
+                if isinstance(event, Prefill):
+                    event = replace(event, queued_s=job.queued_s)
+                self._coming.append((job.number, event))
+                event = next(decoding)
         except StopIteration:
             self._end(job)
         except Exception as error:
             self._fail(job, error)
         else:
-            job.wait_for(each, self._passes)
+            job.wait_for(event, self._passes)
 
     def _fail(self, job: _Job, error: Exception) -> None:
         self._coming.append((job.number, error))

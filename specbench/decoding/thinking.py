@@ -60,7 +60,7 @@ class ThinkingSplit:
         marks = [*_CLOSINGS, *(closing for closings in _CLOSINGS.values() for closing in closings)]
         added = self._tokenizer.added_tokens_decoder
         turns = {
-            token for token, each in added.items() if each.special and not any(str(each) in m for m in marks)
+            token for token, text in added.items() if text.special and not any(str(text) in m for m in marks)
         }
         begins = max((place + 1 for place, token in enumerate(ending) if token in turns), default=None)
         whole = self._text(ending).rstrip()
@@ -142,7 +142,7 @@ class ThinkingSplit:
 def thinking_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> int:
     """Return how many tokens at the beginning of an answer are thinking, with its marks; 0 if it does not think."""
     split = ThinkingSplit(tokenizer, prompt)
-    labeled = [each for token in answer for each in split.push(token)] + split.finish()
+    labeled = [entry for token in answer for entry in split.push(token)] + split.finish()
     return sum(part != "answer" for _, part in labeled)
 
 

@@ -27,9 +27,9 @@ def grow_tree(tree: GrowingTree, plan: StepPlan, distributions: Mapping[int, Tok
     """
     before = len(tree.tokens)
     counts = plan.policy.num_children(tree, [*distributions], [*distributions.values()])
-    for (node, each), count in zip(distributions.items(), counts, strict=True):
+    for (node, distribution), count in zip(distributions.items(), counts, strict=True):
         if count:
-            tree.add(node, plan.drawing(each, count, plan.random), each)
+            tree.add(node, plan.drawing(distribution, count, plan.random), distribution)
     return len(tree.tokens) > before
 
 

@@ -93,7 +93,7 @@ def rejection(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) 
     With one candidate this is rejection sampling (Leviathan et al. 2023). It costs one draw, and after a rejection work
     over the vocabulary.
     """
-    for token, q in _in_turn(each for each in candidates if each.q is not None):
+    for token, q in _in_turn(draws for draws in candidates if draws.q is not None):
         if _passes(_ratio(p, q, token), random):
             return token, None
         p = remainder(p, q)

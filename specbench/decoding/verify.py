@@ -217,7 +217,7 @@ def expected_acceptance(draft: Draft, verdict: Verdict, tested: int) -> tuple[fl
 def _expected(draft: Draft, node: int, p: torch.Tensor) -> float:
     """Return the term of a tree node; p is the target's distribution there, [vocab]."""
     candidates = draft.draws(node)
-    q = next((each.q for each in candidates if each.q is not None), None)
+    q = next((draws.q for draws in candidates if draws.q is not None), None)
     if q is not None:
         return min(1.0, float(torch.minimum(p, q).sum()))
-    return min(1.0, float(p[[*{token for each in candidates for token in each.tokens}]].sum()))
+    return min(1.0, float(p[[*{token for draws in candidates for token in draws.tokens}]].sum()))

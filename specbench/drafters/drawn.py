@@ -50,7 +50,7 @@ def _find_undrawn_node(tree: Draft, draws: Sequence[DrawEvent]) -> str | None:
         left = q.clone()
         for token in tokens:
             # Several drafters may draw candidates after one node, one after the other.
-            same = (i for i, each in enumerate(unused) if each.token == token)
+            same = (i for i, event in enumerate(unused) if event.token == token)
             at = next((i for i in same if _equal(unused[i].distribution, left)), None)
             if at is None:
                 return f"node {tree.child(node, token)} was not drawn from its q"

@@ -140,7 +140,7 @@ class CandidateDrafter(FreeDrafter):
         raise NotImplementedError
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
-        return next((Guess(*each) for each in self._allowed(context, drafted, sampling).items()), None)
+        return next((Guess(*best) for best in self._allowed(context, drafted, sampling).items()), None)
 
     def _allowed(
         self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling
@@ -159,8 +159,8 @@ class CandidateDrafter(FreeDrafter):
         nodes = policy.expand(tree) if policy.begin_step(plan.budget) else ()
         while nodes:
             allowed = {node: self._allowed(context, tree.branch(node), plan.sampling) for node in nodes}
-            known = {node: FixedCandidates(each) for node, each in allowed.items()}
-            distributions = {node: each for node, each in known.items() if each.best(1)}
+            known = {node: FixedCandidates(candidates) for node, candidates in allowed.items()}
+            distributions = {node: candidates for node, candidates in known.items() if candidates.best(1)}
             if not distributions or not grow_tree(tree, replace(plan, drawing=top), distributions):
                 break
             nodes = policy.expand(tree)

@@ -101,7 +101,7 @@ class ModelDrafter(ChainDrafter):
                 ruled_out.add(node)
                 warn_of_no_numbers(self.traits.name)
         every = Scores.of(rows, normalized=not sampling.greedy, vocabulary=vocabulary)
-        return {node: each for node, each in zip(nodes, every, strict=True) if node not in ruled_out}
+        return {node: scores for node, scores in zip(nodes, every, strict=True) if node not in ruled_out}
 
     def update(self, outcome: StepOutcome) -> None:
         if not self._read_nodes:

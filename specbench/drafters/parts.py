@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def drafting_parts(drafter: Drafter) -> list[Drafter]:
     """Return the parts that run forward passes: each of several drafters, and a cascade's model."""
     if isinstance(drafter, SeveralDrafters):
-        return [part for each in drafter.drafters for part in drafting_parts(each)]
+        return [part for member in drafter.drafters for part in drafting_parts(member)]
     return [drafter.model if isinstance(drafter, CascadeDrafter) else drafter]
 
 
@@ -35,7 +35,7 @@ def context_limit(drafter: Drafter) -> int | None:
 @contextmanager
 def without_guesses(drafters: Iterable[Drafter]) -> Iterator[None]:
     """Let models read no guesses within the block, so that each of their passes gives one token."""
-    taking = [each for drafter in drafters for each in models_of(drafter) if each.takes_guesses]
+    taking = [model for drafter in drafters for model in models_of(drafter) if model.takes_guesses]
     for model in taking:
         model.takes_guesses = False
     try:

@@ -71,7 +71,7 @@ class SeveralDrafters(Drafter):
                     path=[nodes.index(node) for node in outcome.path],
                     states=None
                     if states is None
-                    else states[:, [layers[each] for each in drafter.traits.layers]],
+                    else states[:, [layers[layer] for layer in drafter.traits.layers]],
                     rows=outcome.after(nodes),
                 )
             )

@@ -145,12 +145,12 @@ class BatchCosts:
         size = self._nearest(size for size, rounds in self._drafted.items() if self.is_recent(rounds[-1]))
         if size is None:  # as in reading a prompt, where a token costs least
             return median_low(self._target_readings) if self._target_readings else SLOPE * plain_s
-        rounds = [each for each in self._drafted[size] if self.is_recent(each)]
+        rounds = [made for made in self._drafted[size] if self.is_recent(made)]
         # By relative errors: a long time, as disturbed ones are, weighs little.
-        points = [(each.number, each.seconds, each.seconds**-2) for each in rounds]
+        points = [(made.number, made.seconds, made.seconds**-2) for made in rounds]
         start_s, slope_s = fit_line([*points, (0, plain_s, plain_s**-2)])
         # That a round has drafts at all may cost something too. Its draft tokens share it.
-        tokens = median_low(each.number for each in rounds)
+        tokens = median_low(made.number for made in rounds)
         return slope_s + max(0.0, start_s - plain_s) / tokens
 
     def _nearest(self, sizes: Iterable[int]) -> int | None:
@@ -195,8 +195,8 @@ class RequestCosts(CostTable):
         self._reads, self._longest = prompt.unread > 0, 1
 
     def _passes(self) -> list[_Sample]:
-        made = [each for model in self._models for each in self._batch.draft_passes(model)]
-        return [each for each in made if self._batch.is_recent(each)]
+        made = [sample for model in self._models for sample in self._batch.draft_passes(model)]
+        return [sample for sample in made if self._batch.is_recent(sample)]
 
     @property
     def timings(self) -> float:  # type: ignore[override]
@@ -204,11 +204,11 @@ class RequestCosts(CostTable):
 
     @property
     def first_s(self) -> float:  # type: ignore[override]
-        return self._draft_s(lambda each: each.number == 0)
+        return self._draft_s(lambda sample: sample.number == 0)
 
     @property
     def later_s(self) -> float:  # type: ignore[override]
-        return self._draft_s(lambda each: each.number > 0)
+        return self._draft_s(lambda sample: sample.number > 0)
 
     def _draft_s(self, wanted: Callable[[_Sample], bool]) -> float:
         if not self._models:
@@ -216,8 +216,8 @@ class RequestCosts(CostTable):
         passes = self._passes()
         if not passes:
             return ASSUMED_C * self.verify_s(1)
-        alike = [each for each in passes if wanted(each)] or passes
-        return median_low(each.seconds for each in alike[-LATEST:])
+        alike = [sample for sample in passes if wanted(sample)] or passes
+        return median_low(sample.seconds for sample in alike[-LATEST:])
 
     @property
     def longest(self) -> float:  # type: ignore[override]
@@ -228,7 +228,7 @@ class RequestCosts(CostTable):
         if batch.knows_rows and (not self._models or len(passes) >= _KNOWN):
             return 2 * max(self._longest, 2)
         # After a long time without drafts, measuring them again may not cost much.
-        last = max((each.round for model in self._models for each in batch.draft_passes(model)), default=None)
+        last = max((made.round for model in self._models for made in batch.draft_passes(model)), default=None)
         if last is None or self.reading_s <= _RELEARNING * (batch.rounds - last) * self.verify_s(1):
             return 1
         return 0

@@ -159,8 +159,8 @@ class MeasuredCosts(CostTable):
         ]
         if self.timings > 3 and (min(ratios) > _CHANGED or max(ratios) < 1 / _CHANGED):
             self._drafts, self.timings, added = {}, 3, [*self._last]
-        for k, each in added:
-            self._drafts.setdefault(k, deque(maxlen=LATEST)).append(each)
+        for k, sample in added:
+            self._drafts.setdefault(k, deque(maxlen=LATEST)).append(sample)
 
     def _sample(self, step: Step, passes: int) -> tuple[float | None, float]:
         """Return seconds per drafter's pass, ``None`` where the step does not tell, and of the rest of the step."""
@@ -217,10 +217,10 @@ class PassTimes:
         points += [(x, level * (1 + SLOPE * x), 1.0) for x in (0, _FAR)]
         self.first_s, self._slope_s = first, slope = fit_line(points)
         # n tokens never cost more together than separately.
-        self._least_s = max(min(each / n for n, each in medians.items()), INSTANT)
+        self._least_s = max(min(median_s / n for n, median_s in medians.items()), INSTANT)
         self._off_line = {}
-        for n, each in medians.items():
-            off, noise = each - first - slope * (n - 1), max(_NOISE * each, INSTANT)
+        for n, median_s in medians.items():
+            off, noise = median_s - first - slope * (n - 1), max(_NOISE * median_s, INSTANT)
             self._off_line[n] = off * weights[n] * off**2 / (weights[n] * off**2 + noise**2)
         self._known.clear()
 

@@ -65,7 +65,7 @@ class DraftAttention:
         """
         self._later = torch.arange(self._keys[0].shape[2], device=starts.device) > starts[:, None, :, None]
         for kept in (self._keys, self._values):
-            kept[1:] = [_picked(each.transpose(1, 2), drafts).transpose(1, 2) for each in kept[1:]]
+            kept[1:] = [_picked(entries.transpose(1, 2), drafts).transpose(1, 2) for entries in kept[1:]]
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
@@ -164,7 +164,7 @@ class EagleStudent(nn.Module):
             chosen = kept.int().argsort(dim=1, descending=True, stable=True)[
                 :, : max(1, int(kept.sum(1).max()))
             ]
-            starts, wanted, kept = (each.gather(1, chosen) for each in (starts, wanted, kept))
+            starts, wanted, kept = (rows.gather(1, chosen) for rows in (starts, wanted, kept))
             features = _picked(head.recurring(out), chosen)
             for attend in attends:
                 attend.select(chosen, starts)

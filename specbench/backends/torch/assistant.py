@@ -143,12 +143,12 @@ class AssistantForward(HeadForward):
     head: Assistant
 
     def attends(self, inputs: Sequence[HeadInput]) -> list[Attend]:
-        tokens = [len(each.embedded) for each in inputs]
+        tokens = [len(given.embedded) for given in inputs]
 
         def attend_to(kind: str) -> Attend:
             def attended(query: Tensor, _key: None, _value: None) -> Tensor:
                 parts = zip(query.split(tokens, 2), inputs, strict=True)
-                return concat([_attend(part, *each.caches[0][kind]) for part, each in parts], dim=1)
+                return concat([_attend(part, *given.caches[0][kind]) for part, given in parts], dim=1)
 
             return attended
 

@@ -109,7 +109,7 @@ def causal_attention(
         return attend_natively(query, key, value, scale, window)
     queries, keys = query.shape[2], key.shape[2]
     # Repeated, for torch's own way with groups is not among its fast ones on every device.
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    key, value = (kv.repeat_interleave(query.shape[1] // kv.shape[1], 1) for kv in (key, value))
     mask = None
     if queries < keys or 0 < window < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_(keys - queries)

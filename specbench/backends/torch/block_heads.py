@@ -375,13 +375,15 @@ class BlockScorer(HeadScorer):
         shape = self.head.block
         masks = [shape.mask] * (shape.block - 1)
         ids = torch.tensor([[last, *masks] for _, last in inputs], device=self.device)
-        ranges = [[*range(each._known, each._known + shape.block)] for each, _ in inputs]
+        ranges = [[*range(scorer._known, scorer._known + shape.block)] for scorer, _ in inputs]
         positions = torch.tensor(ranges, device=self.device)
         layers = range(len(self.head.layers))
-        attends = [self._attend_to([each._caches[layer] for each, _ in inputs], layer) for layer in layers]
+        attends = [
+            self._attend_to([scorer._caches[layer] for scorer, _ in inputs], layer) for layer in layers
+        ]
         hidden = self.head.guess(self._embed(ids).to(self._dtype), positions, attends)
         logits = self.head.logits(hidden[:, shape.first :])
-        return [Block(*each) for each in zip(hidden, logits, strict=True)]
+        return [Block(*block) for block in zip(hidden, logits, strict=True)]
 
     def _rows(self, inputs: Sequence[tuple[Block, Sequence[Sequence[int]]]]) -> list[Conditioned]:
         """Compute rows of equal depth together."""
@@ -410,7 +412,7 @@ class BlockScorer(HeadScorer):
         causal = bool(shape.causal and shape.causal[layer])
 
         def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            rows = zip(caches, *(each.split(1) for each in (query, key, value)), strict=True)
+            rows = zip(caches, *(states.split(1) for states in (query, key, value)), strict=True)
             return concat([_attend_with(cache, window, causal, *row) for cache, *row in rows])
 
         return attended

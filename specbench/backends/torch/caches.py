@@ -310,7 +310,7 @@ def cache_arguments(cache: Cache, config: PretrainedConfig) -> dict[str, Any]:
 def _layer_kinds(kind: CacheKind, config: PretrainedConfig, *allowed: type) -> list[type]:
     """Return the kinds of a model's layers; raise ``UsageError`` if this kind of cache cannot hold one."""
     kinds = [type(layer) for layer in DynamicCache(config=config).layers]
-    other = next((each.__name__ for each in kinds if each not in (*allowed, DummyLayer)), None)
+    other = next((layer.__name__ for layer in kinds if layer not in (*allowed, DummyLayer)), None)
     if other is not None:
         raise UsageError(
             f"The {kind} cache cannot hold layers of the kind {other}.",

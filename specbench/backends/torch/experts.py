@@ -43,9 +43,9 @@ class ExpertChoices:
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the choices that experts are called with; a forward hook."""
-        for each in (*args[1:], *kwargs.values()):
-            if isinstance(each, Tensor) and not each.is_floating_point():
-                self.chosen.append(each.detach().reshape(-1, each.shape[-1]))
+        for argument in (*args[1:], *kwargs.values()):
+            if isinstance(argument, Tensor) and not argument.is_floating_point():
+                self.chosen.append(argument.detach().reshape(-1, argument.shape[-1]))
                 return
 
     def read(self, rows: slice = slice(None)) -> ExpertsRead | None:
@@ -59,7 +59,7 @@ class ExpertChoices:
             return None
         read, alone, fed = [0] * self._layers, 0, 0
         for first in range(0, len(self.chosen), self._layers):
-            chosen = [each[rows] for each in self.chosen[first : first + self._layers]]
+            chosen = [choices[rows] for choices in self.chosen[first : first + self._layers]]
             *counts, own = self._count(chosen)
             read = [total + count for total, count in zip(read, counts, strict=True)]
             alone, fed = alone + own, fed + len(chosen[0])
@@ -67,10 +67,10 @@ class ExpertChoices:
 
     def _count(self, chosen: Sequence[Tensor]) -> list[int]:
         """Return how many different experts a pass read in each layer, and then how many its tokens read alone."""
-        if len({each.device for each in chosen}) > 1:
-            chosen = [each.cpu() for each in chosen]
-        none, widest = self._experts, max(each.shape[1] for each in chosen)
-        padded = [pad(each, (0, widest - each.shape[1]), value=none) for each in chosen]
+        if len({choices.device for choices in chosen}) > 1:
+            chosen = [choices.cpu() for choices in chosen]
+        none, widest = self._experts, max(choices.shape[1] for choices in chosen)
+        padded = [pad(choices, (0, widest - choices.shape[1]), value=none) for choices in chosen]
         # [layers, rows, experts of a token]
         ids = torch.stack(padded).long().clamp(max=none).sort(dim=-1).values
         repeats = ids[..., 1:] == ids[..., :-1]
@@ -91,7 +91,7 @@ class ExpertCounter:
     def __init__(self, model: nn.Module) -> None:
         self._modules = expert_modules(model)
         self._most = max(
-            (weight.shape[0] for each in self._modules for weight in each.parameters(recurse=False)),
+            (weight.shape[0] for module in self._modules for weight in module.parameters(recurse=False)),
             default=0,
         )
 
@@ -102,7 +102,7 @@ class ExpertCounter:
             yield None
             return
         choices = ExpertChoices(len(self._modules), self._most)
-        hooks = [each.register_forward_pre_hook(choices.note, with_kwargs=True) for each in self._modules]
+        hooks = [module.register_forward_pre_hook(choices.note, with_kwargs=True) for module in self._modules]
         try:
             yield choices
         finally:

@@ -224,7 +224,7 @@ class RaggedForward:
         self._model = model
         # A model spread over devices ends on another one than that of the index of wanted logits.
         self._limits_logits = (
-            takes_logits_to_keep(model) and len({each.device for each in model.parameters()}) == 1
+            takes_logits_to_keep(model) and len({weight.device for weight in model.parameters()}) == 1
         )
         self._native = forward_for(model) if issubclass(forward_type, NativeForward) else None
 

@@ -223,9 +223,9 @@ class GraphForward(Forward):
         if self._generation != self._cache.generation:  # its buffers are elsewhere now
             self._captured.clear()
             self._generation = self._cache.generation
-        key = (inputs.ids.shape[1], rows, tuple(layers), tuple(each is None for each in inputs))
+        key = (inputs.ids.shape[1], rows, tuple(layers), tuple(value is None for value in inputs))
         if key not in self._captured:
-            own = _Inputs(*(None if each is None else each.clone() for each in inputs))  # type: ignore[arg-type]
+            own = _Inputs(*(None if value is None else value.clone() for value in inputs))  # type: ignore[arg-type]
             self._captured[key] = (
                 own,
                 *capture(lambda: self._call_model(self._compiled, own, rows, layers)),

@@ -128,7 +128,7 @@ def _spans(inputs: Sequence[HeadInput], window: int | None) -> list[Span]:
 def _positions(inputs: Sequence[HeadInput]) -> range | Tensor:
     if len(inputs) == 1:
         return inputs[0].positions
-    return torch.cat([torch.as_tensor(each.positions, device=each.embedded.device) for each in inputs])
+    return torch.cat([torch.as_tensor(given.positions, device=given.embedded.device) for given in inputs])
 
 
 class NativeHeadForward(HeadForward):
@@ -144,34 +144,34 @@ class NativeHeadForward(HeadForward):
         self._native = native
 
     def __call__(self, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
-        if any(len(each.embedded) >= LONG_READING for each in inputs):
+        if any(len(given.embedded) >= LONG_READING for given in inputs):
             if len(inputs) == 1:
                 return super().__call__(inputs)
-            return [self([each])[0] for each in inputs]
+            return [self([given])[0] for given in inputs]
         requests: list[Request] = []
-        for each in inputs:
-            past, tokens = each.caches[0].used, len(each.embedded)
-            layers = range(len(each.caches))
-            group = LayerGroup.extended(each.caches, layers, tokens, self._native.empty)
+        for given in inputs:
+            past, tokens = given.caches[0].used, len(given.embedded)
+            layers = range(len(given.caches))
+            group = LayerGroup.extended(given.caches, layers, tokens, self._native.empty)
             if group is None:
                 for request, before in zip(requests, inputs, strict=False):
                     for cache in before.caches:
                         cache.rollback(request.past)
                 return super().__call__(inputs)
-            mask = None if each.mask is None else each.mask[0, 0]
+            mask = None if given.mask is None else given.mask[0, 0]
             requests.append(Request(tokens, past, mask, buffers=group.buffers))
-        x = torch.cat([each.features for each in inputs]).float()  # a copy, as it is overwritten
+        x = torch.cat([given.features for given in inputs]).float()  # a copy, as it is overwritten
         ends = accumulate(request.rows for request in requests)
         wanted = [
-            row for each, end in zip(inputs, ends, strict=True) for row in range(end - each.wanted, end)
+            row for given, end in zip(inputs, ends, strict=True) for row in range(end - given.wanted, end)
         ]
-        embedded = concat([each.embedded for each in inputs]).float()
+        embedded = concat([given.embedded for given in inputs]).float()
         features, logits = self._native.run(embedded, x, _positions(inputs), requests, wanted)
         outputs = (
             features.split([request.rows for request in requests]),
-            logits.split([each.wanted for each in inputs]),
+            logits.split([given.wanted for given in inputs]),
         )
-        return [HeadOutput(*each) for each in zip(*outputs, strict=True)]
+        return [HeadOutput(*output) for output in zip(*outputs, strict=True)]
 
 
 def choose_head_forward(head: RecurrentHead) -> HeadForward:

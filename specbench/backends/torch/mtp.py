@@ -304,7 +304,7 @@ class MtpScorer(HeadScorer):
         base = len(context) - 1 - layer  # entries of the context
         parents = [*range(-1, len(request.tokens) - 1)] if request.parents is None else [*request.parents]
         last = [node for node in wanted if node >= 0]
-        before = {node for each in last for node in _branch(each, parents)[:-1]}
+        before = {node for leaf in last for node in _branch(leaf, parents)[:-1]}
         nodes = [*sorted(before.difference(self._drafted[layer])), *last]
         branches = {node: _branch(node, parents) for node in nodes}
         places = [base + len(branch) - 1 for branch in branches.values()]
@@ -316,7 +316,7 @@ class MtpScorer(HeadScorer):
             ]
         else:
             after = [known[place] for place in places]
-        features = torch.cat([known[first:base], *(each[None] for each in after)])
+        features = torch.cat([known[first:base], *(feature[None] for feature in after)])
         mask = None
         positions: range | Tensor = range(first, base + len(nodes))
         if request.parents is not None and nodes:

@@ -107,6 +107,6 @@ def find_difference(
     context = [*prompt, *first[:position]]
     logits = target.logits(context, rows=1, prompt=len(prompt))
     target.begin()
-    at_position = (each[position] if position < len(each) else None for each in (first, second))
+    at_position = (output[position] if position < len(output) else None for output in (first, second))
     tokens = next(at_position), next(at_position)
     return difference_at(position, tokens, sampling.scores(logits, context)[0], target.rounding)

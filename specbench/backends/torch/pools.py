@@ -89,18 +89,20 @@ class KVPool:
         )
 
     def _bytes(self) -> int:
-        states = [state for each in self.requests if each.recurrent for state in each.recurrent.tensors()]
+        states = [state for cache in self.requests if cache.recurrent for state in cache.recurrent.tensors()]
         return sum({id(state): state.nbytes for state in states}.values()) + sum(
-            each.keys.nbytes + each.values.nbytes for each in self.buffers if each and each.is_allocated
+            buffers.keys.nbytes + buffers.values.nbytes
+            for buffers in self.buffers
+            if buffers and buffers.is_allocated
         )
 
     def release(self) -> None:
         """Free the buffers, when no request uses any block; they are allocated again if necessary."""
         self._released_bytes = self._bytes() or self._released_bytes
-        for each in self.buffers:
-            if each is not None and each.is_allocated:
-                each.is_allocated = False
-                del each.keys, each.values
+        for buffers in self.buffers:
+            if buffers is not None and buffers.is_allocated:
+                buffers.is_allocated = False
+                del buffers.keys, buffers.values
 
 
 def supports_pool(config: PretrainedConfig) -> bool:
@@ -180,7 +182,7 @@ class PooledCache(KVCache):
     def __init__(self, pool: KVPool) -> None:
         self.pool, self._own = pool, 0
         self._table = BlockTable()
-        self.layers = [None if each is None else _PooledLayer(self, each) for each in pool.buffers]
+        self.layers = [None if buffers is None else _PooledLayer(self, buffers) for buffers in pool.buffers]
         self._own_layers = [layer for layer in self.layers if layer is not None]
         self.held = self._new_cache()
         pool.requests.add(self)
@@ -326,7 +328,7 @@ class BatchedCache:
     @cached_property
     def layers(self) -> list[Any]:
         """One for each layer of the model."""
-        windows = {each.window for each in self._pool.buffers if each is not None}
+        windows = {buffers.window for buffers in self._pool.buffers if buffers is not None}
         spans = {window: self._spans(window) for window in windows}
         return [
             DummyLayer()
@@ -344,24 +346,24 @@ class BatchedCache:
             Keys and values of each layer, [1, heads, positions of the pool, head size], and what each request attends
                 to; ``None``, and nothing has changed, where layers are of other kinds or dtypes.
         """
-        found = [each for layer in layers if (each := self._pool.buffers[layer]) is not None]
+        found = [buffers for layer in layers if (buffers := self._pool.buffers[layer]) is not None]
         if len(found) < len(layers) or empty.dtype not in Buffers.dtypes:
             return None
-        for each in found:
-            each.allocate(empty, empty)
-        if any(each.keys.dtype not in Buffers.dtypes for each in found):
+        for buffers in found:
+            buffers.allocate(empty, empty)
+        if any(buffers.keys.dtype not in Buffers.dtypes for buffers in found):
             return None
         requests = [_native_request(part) for part in self._parts]
         for part in self._parts:
             for layer in layers:
                 part.cache.advance(layer, len(part.positions))
-        return [(each.keys, each.values) for each in found], requests
+        return [(buffers.keys, buffers.values) for buffers in found], requests
 
     def model_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments that pass it to a ``transformers`` model."""
         rows = self._indices.shape[0]
         cache = self._cache = Cache(layers=self.layers)
-        recurrent = [each for part in self._parts if (each := part.cache.recurrent) is not None]
+        recurrent = [states for part in self._parts if (states := part.cache.recurrent) is not None]
         if recurrent:
             counts = [len(part.positions) for part in self._parts]
             cache = self._cache = JointRecurrentCache(self.layers, recurrent, counts)
@@ -385,8 +387,8 @@ class BatchedCache:
 
         Neighbors with few rows each attend in one call if it is native.
         """
-        same = [each for each in self._pool.buffers if each is not None and each.window == window]
-        supported = all(each.is_allocated and can_attend(each.keys, each.values) for each in same)
+        same = [buffers for buffers in self._pool.buffers if buffers is not None and buffers.window == window]
+        supported = all(buffers.is_allocated and can_attend(buffers.keys, buffers.values) for buffers in same)
         natively = supported and window is None
         spans: list[tuple[Span | NativeSpan, KVView | None]] = []
         begin = 0
@@ -454,8 +456,8 @@ class _BatchedLayer(PreallocatedLayer):
         for part in self._parts:
             part.cache.advance(self._layer, len(part.positions))
         keys, values = (
-            [each if view is None else view(each) for view in self._views]
-            for each in (buffers.keys, buffers.values)
+            [entries if view is None else view(entries) for view in self._views]
+            for entries in (buffers.keys, buffers.values)
         )
         ragged = RaggedKV(self._spans, keys, values)
         return ragged, ragged

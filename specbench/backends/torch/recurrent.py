@@ -44,21 +44,21 @@ _UNBOUNDED = (0.0, float("inf"))
 def can_keep_states(model_class: type) -> bool:
     """Whether the recurrent layers of a class of models can be rolled back."""
     known = vars(sys.modules[model_class.__module__])
-    names = {_CONVOLUTION, *(each.several for each in _RECURRENCES)}
+    names = {_CONVOLUTION, *(recurrence.several for recurrence in _RECURRENCES)}
     return not names.isdisjoint(known) and _MAMBA_1 not in known
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Whether models of this configuration have recurrent layers that can be rolled back."""
-    return any(can_keep_states(each) for each in _classes(config)) and any(
+    return any(can_keep_states(model_class) for model_class in _classes(config)) and any(
         isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers
     )
 
 
 def cache_argument(config: PreTrainedConfig) -> str:
     """Return how the forward of models without attention names its cache: `transformers` 5.24 has renamed it."""
-    names = [inspect.signature(each.forward).parameters for each in _classes(config)]  # type: ignore[attr-defined]
-    return "cache" if any("cache" in each for each in names) else "cache_params"
+    names = [inspect.signature(model_class.forward).parameters for model_class in _classes(config)]  # type: ignore[attr-defined]
+    return "cache" if any("cache" in arguments for arguments in names) else "cache_params"
 
 
 def bounds_prompts(config: PreTrainedConfig) -> bool:
@@ -108,9 +108,11 @@ def _functions_in(forward: Any) -> dict[str, Function]:
         return {}
     known, called = forward.__globals__, forward.__code__.co_names
     found: dict[str, Function] = {
-        each.several: functools.partial(_run, known[each.several], each, known[each.one])
-        for each in _RECURRENCES
-        if each.several in called
+        recurrence.several: functools.partial(
+            _run, known[recurrence.several], recurrence, known[recurrence.one]
+        )
+        for recurrence in _RECURRENCES
+        if recurrence.several in called
     }
     if _CONVOLUTION in called:
         found[_CONVOLUTION] = functools.partial(_convolve, known[_CONVOLUTION])

@@ -91,7 +91,7 @@ class History:
     def tensors(self) -> list[torch.Tensor]:
         """Return everything that takes memory."""
         kept = [*self.states, *(self.spare or ()), self.columns]
-        return [each for each in kept if each is not None]
+        return [tensor for tensor in kept if tensor is not None]
 
 
 class _Running(threading.local):
@@ -219,7 +219,7 @@ class RecurrentCache(RecurrentLayers, DynamicCache):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return everything that is kept."""
-        return [each for history in self.histories.values() for each in history.tensors()]
+        return [tensor for history in self.histories.values() for tensor in history.tensors()]
 
 
 class JointRecurrentCache(RecurrentLayers):
@@ -230,7 +230,7 @@ class JointRecurrentCache(RecurrentLayers):
         self._caches, self._rows = caches, list(rows)
 
     def _histories(self, layer_idx: int, state_idx: int) -> Sequence[History]:
-        return [each for cache in self._caches for each in cache._histories(layer_idx, state_idx)]
+        return [history for cache in self._caches for history in cache._histories(layer_idx, state_idx)]
 
     def _split(self, inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         return inputs.split(self._rows, dim=-1)

@@ -85,7 +85,7 @@ def are_close(found: Tensor, expected: Tensor, limit: float = _CLOSE) -> bool:
 def _distances(found: Tensor, expected: Tensor) -> Tensor:
     """Return the distances of rows of logits, over their spread."""
     known = expected.isfinite()
-    found, expected = (each.float().where(known, 0.0) for each in (found, expected))
+    found, expected = (rows.float().where(known, 0.0) for rows in (found, expected))
     size = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     return (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
 
@@ -136,8 +136,8 @@ def _native_is_right(model: PreTrainedModel, cache: KVCache) -> bool:
 
 def _native_equals_own(sample: PreTrainedModel, cache: KVCache) -> bool:
     past, logits = cache.length, []
-    for each in (HFForward, NativeForward):
-        forward = each(sample, cache)
+    for forward_type in (HFForward, NativeForward):
+        forward = forward_type(sample, cache)
         chunks = [torch.tensor([chunk]) % len(_embeddings(sample)) for chunk in _CHUNKS]
         logits.append(torch.cat([forward(ids, ids.shape[1]) for ids in chunks]))
         cache.rollback(past)
@@ -216,7 +216,7 @@ def _one_of_each_kind(model: PreTrainedModel, least: int = 1) -> PreTrainedModel
     """
     config = model.config.get_text_config(decoder=True)
     known = [getattr(config, name, None) for name in ("layer_types", "no_rope_layers")]
-    kinds = list(zip(*(each for each in known if each), strict=False))
+    kinds = list(zip(*(values for values in known if values), strict=False))
     count = max([least, *(kinds.index(kind) + 1 for kind in {*kinds})])
     try:
         return first_layers(model, min(count, config.num_hidden_layers))
@@ -245,9 +245,9 @@ def why_not_batchable(model: PreTrainedModel, forward_type: type[Forward]) -> st
         # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
         right = _ragged_is_right(float32_sample(model) or model, limit, HFForward)
         sample = _one_of_each_kind(model, least=2) if issubclass(forward_type, NativeForward) else None
-        for each in (sample, None if sample is None else _with_short_windows(sample)):
-            if right and each is not None:
-                right = _ragged_is_right(each, _CLOSE_NATIVE.get(rounding, 0.0), forward_type)
+        for small in (sample, None if sample is None else _with_short_windows(sample)):
+            if right and small is not None:
+                right = _ragged_is_right(small, _CLOSE_NATIVE.get(rounding, 0.0), forward_type)
     except _NOT_POSSIBLE as error:
         reason = str(error).strip().partition("\n")[0]
         return f"A forward pass over several requests fails ({reason})."
