@@ -256,8 +256,9 @@ class Matcher:
         return thinking + found
 
     def _answer_start(self, context: Sequence[int], tokens: Sequence[int], drafted: int) -> int:
-        """Return how many tokens of the output, of which the last ones are drafted, are thinking that the prompt has
-        opened; more than there are while it lasts.
+        """Return where the answer begins: how many tokens of the output are thinking that the prompt has opened.
+
+        While the thinking lasts, that is one more than there are. The last ``drafted`` tokens are a draft.
         """
         kept = len(tokens) - drafted
         if self._thinking is None or self._thought != tokens[: min(kept, len(self._thought))]:

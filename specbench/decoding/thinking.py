@@ -1,4 +1,4 @@
-"""Which tokens of an answer are thinking: what a model writes for itself before it answers, between marks."""
+"""Tells which tokens of an answer are thinking: what a model writes between marks before it answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEAR = 64
 
 
 class ThinkingSplit:
-    """Tells of the tokens of an answer, one after the other, which are thinking.
+    """Tells which tokens of an answer are thinking, one after the other.
 
     An answer thinks if it begins with an opening mark, or if its prompt ends with one, as a template renders it behind
     all messages, maybe with a first word: marks inside a message open nothing. After the closing mark comes the answer
@@ -80,9 +80,9 @@ class ThinkingSplit:
         return self._until_closing() if self.thinks else self._release("answer")
 
     def ends_after(self, tokens: Sequence[int]) -> int | None:
-        """Return with which of further tokens (from 1) the thinking ends, 0 if it has; ``None`` with none of them.
+        """Return after how many of further tokens the thinking ends: 0 if it has ended, ``None`` if it goes on.
 
-        Nothing is added.
+        The tokens are not added.
         """
         ahead = copy(self)
         ahead._held = [*self._held]
@@ -147,8 +147,9 @@ def thinking_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], a
 
 
 def unopened_tokens(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> int:
-    """Return how many tokens at the beginning of an answer are thinking that an unknown prompt opened: those up to a
-    closing mark, 0 without one.
+    """Return how many tokens at the beginning of an answer are thinking, if its prompt is not known.
+
+    They are those up to a closing mark; 0 without one.
     """
     text = str(tokenizer.decode(list(answer), skip_special_tokens=False))
     for opening, closings in _CLOSINGS.items():

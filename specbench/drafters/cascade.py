@@ -1,6 +1,6 @@
 """A cascade: a drafter without a model where it has a guess, and a model elsewhere.
 
-The choice is made at every position, from what precedes it: the context, the draft so far and what the free drafter
+At every position the choice depends only on what precedes it: the context, the draft so far and what the free drafter
 remembers. So every token is drawn from one distribution that was chosen before it, as rejection sampling needs
 (Leviathan et al. 2023, section 2). One draft can have tokens of both: a model begins a name, and a copy completes it.
 """

@@ -1,4 +1,4 @@
-"""Whether a draft consists of the tokens that were drawn for it, each from the distribution that it names."""
+"""Checks that a draft consists of the tokens that were drawn for it, from the distributions that it names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DrawEvent(NamedTuple):
 
 
 def find_undrawn(draft: Draft, draws: Sequence[DrawEvent]) -> str | None:
-    """Return what of a draft was not drawn from its q, or which draws were discarded, since that would change q.
+    """Return which token of a draft was not drawn from its q, or how many draws were discarded, which changes q too.
 
     A token with probability 1 in q need not have been drawn.
     """

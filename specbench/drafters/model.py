@@ -117,7 +117,7 @@ class ModelDrafter(ChainDrafter):
 class SelfDrafter(ModelDrafter):
     """Drafts with a cheaper form of the target, whose scorer has the target's cache, so that it needs no prefill.
 
-    Its keys and values are removed before the target verifies, which so reads only its own.
+    Its keys and values are removed before the target verifies, so that the target reads only its own.
     """
 
     def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
@@ -138,7 +138,7 @@ class SelfDrafter(ModelDrafter):
             self.scorer.rollback(verified)
 
     def update(self, outcome: StepOutcome) -> None:
-        """The target rolls their cache back."""
+        """Do nothing: the target rolls their cache back."""
 
 
 class HeadDrafter(ModelDrafter):

@@ -24,7 +24,7 @@ class _Node:
 
     Attributes:
         count: Its occurrences.
-        next: By following token, the one seen last at the end, the longer string's node, or that token's place if it
+        next: For each following token, in the order last seen, the longer string's node, or the token's place if it
             followed once.
         total: Occurrences with a following token.
     """

@@ -41,7 +41,7 @@ class Translation:
     tokens: int
 
     def ids(self, tokens: Sequence[int]) -> list[int]:
-        """The drafter's ids for a stretch of the target's."""
+        """Return the drafter's ids for a stretch of the target's."""
         found: list[int] = []
         run = b""
         for token in tokens:
@@ -57,7 +57,7 @@ class Translation:
 
 
 def longest_matches(text: bytes, vocabulary: Mapping[bytes, int]) -> list[int]:
-    """Ids of the longest tokens that spell a text from left to right; bytes that none begins with are left out."""
+    """Spell a text with the longest tokens, from left to right; bytes that no token begins with are left out."""
     longest = max(map(len, vocabulary), default=0)
     ids: list[int] = []
     place = 0
@@ -100,7 +100,7 @@ class TranslatingDrafter(ChainDrafter):
         self._forget()
 
     def _ids(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """The model's ids for the context, which only grows, and a draft after it."""
+        """Return the model's ids for the context, which only grows, and a draft after it."""
         self._settle(context)
         return self._settled + self.translation.ids([*context[self._read :], *drafted])
 
@@ -138,6 +138,6 @@ class TranslatingDrafter(ChainDrafter):
         return len(self._ids(context, ()))
 
     def update(self, outcome: StepOutcome) -> None:
-        """Keep what is settled, as far as it was read: after that the spelling may yet change."""
+        """Keep what is settled and was read; the spelling of what follows may still change."""
         self._settle(outcome.context[:-1])
         self.scorer.rollback(self._common(self._settled))

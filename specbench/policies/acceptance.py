@@ -144,7 +144,7 @@ class AcceptanceEstimator:
         return self._next.chance(before, deviations)
 
     def guess_chance(self, draft: Draft) -> float:
-        """Return the same for a next token that was found without the model."""
+        """Return the chance that the next token is accepted if it is the guess, which was found without the model."""
         assert draft.guess is not None
         return self._matched.chance(log_odds(draft.guess.match_confidence))
 

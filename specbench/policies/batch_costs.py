@@ -1,6 +1,4 @@
-"""What forward passes cost that several requests share, by batch size, and one request's part of it
-(docs/design.md).
-"""
+"""The costs of forward passes that several requests share, and one request's part of them (docs/design.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward pass of the drafter and of the target costs, measured during the run."""
+"""The costs of forward passes of the drafter and the target, measured during the run."""
 
 from __future__ import annotations
 

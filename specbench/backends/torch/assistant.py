@@ -26,8 +26,8 @@ from specbench.decoding.protocols import ForwardRequest
 
 
 def shared_layers(target: PreTrainedConfig, own: PreTrainedConfig) -> dict[str, tuple[int, int]]:
-    """Return by kind of attention the layer of the target whose keys and values an assistant's layers of this kind
-    attend to, the last one that computes any, and how many of its last positions they see.
+    """Return, by kind of attention, which layer of the target an assistant's layers attend to, and to how many of its
+    last positions. It is the target's last layer of this kind that computes keys and values.
 
     Args:
         target: The configuration of the target's language model.
@@ -133,7 +133,7 @@ class Centroids(nn.Module):
         return rest.expand(-1, len(weight)).scatter(1, tokens, found)
 
 
-SharedKV = Mapping[str, tuple[Tensor, Tensor]]
+SharedKV = Mapping[str, tuple[Tensor, ...]]
 """Keys and values of the target, [1, heads, positions, head size], by kind of attention."""
 
 
@@ -198,7 +198,7 @@ class AssistantScorer(EagleScorer):
         _, states = self._new_tokens(context)
         state = states[-1:]
         self._shared = {
-            kind: self._converted(*self.target_cache.last_entries(*layer))
+            kind: tuple(kv.to(self.device, self._dtype) for kv in self.target_cache.last_entries(*layer))
             for kind, layer in self._layers_of.items()
         }
         last = torch.tensor(context[-1:], device=self.device)
@@ -215,6 +215,3 @@ class AssistantScorer(EagleScorer):
         """Return tokens to be read at the position of the context's last token."""
         positions = torch.full_like(ids, position)
         return HeadInput(self._embed(ids), features, positions, None, [self._shared], len(ids))
-
-    def _converted(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return keys.to(self.device, self._dtype), values.to(self.device, self._dtype)

@@ -443,9 +443,9 @@ def _block_mask(
 
 
 def _paths(request: ForwardRequest) -> list[list[int]]:
-    """Return for the context and each node the context's last token and the draft tokens up to the node."""
-    found = [[request.context[-1]]]
+    """Return, for the context and for each node, the context's last token and the draft tokens up to the node."""
+    paths = [[request.context[-1]]]
     tokens = [int(token) for token in request.tokens]
     for token, parent in zip(tokens, request.parents or range(-1, len(tokens) - 1), strict=True):
-        found.append([*found[parent + 1], token])
-    return found
+        paths.append([*paths[parent + 1], token])
+    return paths
