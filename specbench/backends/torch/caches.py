@@ -73,7 +73,7 @@ class KVCache:
 
     @property
     def own_len(self) -> int:
-        """How many of these the model itself has read, and no cheaper form that shares the cache."""
+        """How many of these the model itself has read; a cheaper form that shares the cache may have read the rest."""
         return self.length
 
     @property
@@ -82,22 +82,22 @@ class KVCache:
         raise NotImplementedError
 
     def passes(self, context: int, draft: int, *, tree: bool) -> list[range]:
-        """Return which tokens each of the forward passes reads that a context and a draft need.
+        """Return the forward passes that read a context and a draft, each as a range of tokens.
 
         Args:
             context, draft: Their lengths.
             tree: Whether the draft is a tree, whose pass begins with the context's last token.
         """
-        found, first, ends = list[range](), self.length, [context + draft]
+        passes, first, ends = list[range](), self.length, [context + draft]
         if first == 0 and draft and self.separate_prefill:
             ends = [context, *ends]
         elif tree and first < context - 1:
             ends = [context - 1, *ends]
         for end in ends:
             widest = end if first == 0 else self.max_exact_tokens or end
-            found += [range(place, min(end, place + widest)) for place in range(first, end, widest)]
+            passes += [range(place, min(end, place + widest)) for place in range(first, end, widest)]
             first = end
-        return found
+        return passes
 
     def reserve(self, end: int, context: Sequence[int] | None = None, shared: int = 0) -> bool:
         """Reserve the positions up to ``end`` for a forward pass, and return whether there is memory.

@@ -82,8 +82,8 @@ class HFForward(Forward):
     def _kept_logits(self, rows: int, ids: Tensor) -> int | Tensor:
         """Return which logits are wanted, by number or by index.
 
-        Given a number, Gemma 4 reads only these tokens in layers that share keys. Several are causal no more then if
-        there is no mask, which it knows of the attention of ``transformers`` alone.
+        Given a number, Gemma 4 reads only these tokens in layers that share keys. It then makes masks for the attention
+        of ``transformers`` alone, and without a mask several tokens would see those after them.
         """
         if rows == 1 or not self._shares_keys:
             return rows

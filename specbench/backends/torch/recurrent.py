@@ -42,14 +42,14 @@ _UNBOUNDED = (0.0, float("inf"))
 
 
 def can_keep_states(model_class: type) -> bool:
-    """Whether the recurrent layers of a class of models can be rolled back."""
+    """Return whether the recurrent layers of a class of models can be rolled back."""
     known = vars(sys.modules[model_class.__module__])
     names = {_CONVOLUTION, *(recurrence.several for recurrence in _RECURRENCES)}
     return not names.isdisjoint(known) and _MAMBA_1 not in known
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
-    """Whether models of this configuration have recurrent layers that can be rolled back."""
+    """Return whether models of this configuration have recurrent layers that can be rolled back."""
     return any(can_keep_states(model_class) for model_class in _classes(config)) and any(
         isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers
     )
@@ -62,7 +62,7 @@ def cache_argument(config: PreTrainedConfig) -> str:
 
 
 def bounds_prompts(config: PreTrainedConfig) -> bool:
-    """Whether models of this configuration bound time steps, in prompts alone.
+    """Return whether models of this configuration bound time steps, in prompts alone.
 
     Then another prompt cannot go on from the states of outputs.
     """
@@ -92,7 +92,7 @@ def keep_states(model: Any) -> bool:
 
 @functools.cache
 def _keeping(kind: Any) -> Any:
-    """Return the class of layers that keep states and else are of this class; itself for other layers."""
+    """Return a subclass whose layers keep states; the class itself if its forward calls no recurrence."""
     if hasattr(kind, "keeps_states"):
         return kind
     functions = _functions_in(inspect.unwrap(kind.forward))
@@ -103,7 +103,7 @@ def _keeping(kind: Any) -> Any:
 
 
 def _functions_in(forward: Any) -> dict[str, Function]:
-    """Return what stands for functions that a forward of `transformers` calls, by their names."""
+    """Return what replaces the functions that a forward of `transformers` calls, by their names."""
     if not isinstance(forward, FunctionType):
         return {}
     known, called = forward.__globals__, forward.__code__.co_names
@@ -120,7 +120,7 @@ def _functions_in(forward: Any) -> dict[str, Function]:
 
 
 def _calling(functions: Mapping[str, Function], function: FunctionType) -> FunctionType:
-    """Return the same code, with that of its decorators, where these names stand for other functions."""
+    """Return a copy of a function, and of those that its decorators hold, in which these names are other functions."""
     closure = [
         CellType(_calling(functions, held)) if isinstance(held := cell.cell_contents, FunctionType) else cell
         for cell in function.__closure__ or ()
@@ -138,7 +138,7 @@ _CONVOLUTION = "causal_conv1d_fn"
 
 
 def _convolve(function: Function, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The convolution of a pass, [batch, channels, columns] -> [batch, channels, new columns] over our caches."""
+    """Compute a pass's convolution, [batch, channels, columns] -> [batch, channels, new columns] over our caches."""
     if inputs is not running.inputs:
         return function(inputs, *args, **kwargs)
     requests = list(zip(running.columns, running.convolved, strict=True))
@@ -159,7 +159,7 @@ def _convolve_short(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """The convolution of a few columns, in float32; the first ``kernel`` ones are read only."""
+    """Compute the convolution of a few columns in float32; the first ``kernel`` columns are only read."""
     size = weight.shape[-1]
     columns, weights = inputs.mT.float(), weight.float().mT.contiguous()
     rows = columns.shape[1] - size
@@ -279,7 +279,7 @@ def _run_steps(
 
 @functools.cache
 def _native_is_right(recurrence: _Recurrence, single: Function) -> bool:
-    """Whether the native call gives what a function of `transformers` for one token does, in two random rows."""
+    """Return whether the native call equals a function of `transformers` for one token, in two random rows."""
     for rows, before in recurrence.samples():
         try:
             expected, states = _run_steps(recurrence, single, rows, before, 2, keeps=True)
@@ -299,7 +299,7 @@ _DELTA = ("query", "key", "value", "g", "beta")
 
 
 def _delta_step(single: Function, given: Arguments, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gated delta rules: query, key, value, g and beta are [batch, tokens, ...]."""
+    """Run a gated delta rule for one token; query, key, value, g and beta are [batch, tokens, ...]."""
     output, after = single(**{**given, "initial_state": state, "output_final_state": True})
     return output, after
 
@@ -311,7 +311,7 @@ def _delta_native(given: Arguments, state: torch.Tensor, after: list[torch.Tenso
 
 
 def _delta_samples() -> list[tuple[Arguments, torch.Tensor]]:
-    """Two rows, with a decay for each head, or for each of its keys."""
+    """Return two rows with a decay for each head, and two with one for each of its keys."""
     made: list[tuple[Arguments, torch.Tensor]] = []
     for decays in ((2,), (2, 24)):
         rows = _drawn((1, 2, 2, 24), (1, 2, 2, 24), (1, 2, 2, 40), (1, 2, *decays), (1, 2, 2), (1, 2, 24, 40))
@@ -343,8 +343,9 @@ def _mamba2_time_steps(given: Arguments, prompt: int) -> Arguments:
 def _mamba2_step(
     single: Function, given: Arguments, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba 2: hidden states [batch, tokens, heads, size], dt [batch, tokens, heads], B and C [batch, tokens, groups,
-    states].
+    """Run Mamba 2 for one token.
+
+    Hidden states are [batch, tokens, heads, size], dt [batch, tokens, heads], B and C [batch, tokens, groups, states].
     """
     x, dt, a, b, c = (given[name] for name in _MAMBA)
     size, width, state = x.shape[-1], b.shape[-1], state.clone()
@@ -361,7 +362,7 @@ def _mamba2_step(
 
 
 def _mamba2_native(given: Arguments, state: torch.Tensor, after: list[torch.Tensor]) -> torch.Tensor:
-    """Mamba 2 as a gated delta rule that only adds: keys B, queries C, and the time step as the weight of a value."""
+    """Run Mamba 2 as a gated delta rule that only adds: its keys are B, its queries C, the time step weighs values."""
     x, dt, a, b, c = (given[name] for name in _MAMBA)
     dt = dt.float()
     read = delta_rule(c, b, x, dt * a.float(), dt, state, after, normalize=False, adds=True)

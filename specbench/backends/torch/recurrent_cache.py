@@ -69,11 +69,11 @@ class History:
         self.kept = []
 
     def has(self, length: int) -> bool:
-        """Whether the state after this many tokens is kept."""
+        """Return whether the state after this many tokens is kept."""
         return self.base <= length <= self.length
 
     def rollback(self, length: int) -> None:
-        """Keep the state after this many tokens; ``has`` is true of it, or it is longer."""
+        """Go back to the state after this many tokens, which ``has`` must know; a longer length changes nothing."""
         self.kept = []
         surplus = max(self.length - length, 0)
         self.length -= surplus

@@ -184,7 +184,7 @@ class Scorer:
         return self.cache.reads_in_parts
 
     def begin(self, cached_tokens: int = 0) -> None:
-        """Start a new context, see ``decoding.protocols.Scorer``. The model may have been changed before, not since."""
+        """Start a new context, see ``decoding.protocols.Scorer``. The model must not change before the next one."""
         self.epoch += 1
         if cached_tokens and self.cache.most_kept(cached_tokens):
             self.rollback(cached_tokens)
