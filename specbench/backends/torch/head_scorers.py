@@ -142,7 +142,7 @@ class HeadScorer:
         return HeadBatch(self).score([request])[0]
 
     def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
-        """Run a forward pass step by step; return the last logits, [rows, vocab], over the tokens that the head drafts."""
+        """Run a forward pass step by step; return the last logits over the tokens that it drafts, [rows, vocab]."""
         raise NotImplementedError
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
