@@ -267,8 +267,6 @@ def test_confidence():
     assert [policy.should_continue(drafted(*rows[:n])) for n in range(4)] == [True, True, True, False]
     policy.begin_step(20)
     assert not policy.should_continue(drafted(rows[2]))
-    policy.observe(a_step(1, 1))
-    assert policy.notes() == {"threshold": 0.4}
 
 
 @pytest.mark.parametrize(("threshold", "drafted"), [(0.7, [4]), (0.6, [4, 5, 9])])
