@@ -141,7 +141,7 @@ def test_too_little_in_common():
     with pytest.raises(UsageError, match="the bytes of other's tokens are unknown"):
         between(large, few)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specbench.models.pairing._LEAST_SHARED", 0.9)
+        patch.setattr("specbench.models.pairing.LEAST_SHARED", 0.9)
         with pytest.raises(UsageError, match=r"of the target's \d+ tokens the drafter has 25\d"):
             between(large, small)
 
