@@ -196,9 +196,9 @@ def test_what_is_not_bit_exact_says_so():
         num_key_value_heads=1, sliding_window=16,
     )  # fmt: skip
     with pytest.raises(UsageError, match="sliding window"):
-        scorer_of(MistralForCausalLM(sliding).eval()).require_bit_exact()
+        wrap_target(MistralForCausalLM(sliding).eval(), name="tiny", cache="bit-exact")
     with pytest.raises(UsageError, match="too short"):
-        scorer_of(tiny_llama(context=32)).require_bit_exact()
+        wrap_target(tiny_llama(context=32), name="tiny", cache="bit-exact")
 
 
 # -- rounded targets ---------------------------------------------------------------------------------

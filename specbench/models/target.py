@@ -164,10 +164,12 @@ def prepare_target(
     dtype = layers.quantized or language_model.dtype
     announce(progress, f"testing forward passes of {language_model.name}")
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
-    if cache == "bit-exact":
-        scorer.require_bit_exact()
     tried = cache == "bit-exact" or scorer.rounding == torch.int8
     widths_differ = scorer.why_not_bit_exact() if tried else None
+    if cache == "bit-exact" and widths_differ is not None:
+        raise UsageError(
+            f"Bit-exact forward passes are not available here. {widths_differ}", "Choose another --cache."
+        )
     exact = tried and widths_differ is None
     return Target(language_model, scorer, dtype, layers.packed, exact, widths_differ)
 

@@ -231,14 +231,6 @@ class Scorer:
         finally:
             self.begin()
 
-    def require_bit_exact(self) -> None:
-        """Raise ``UsageError`` if logits may depend on the width of the forward pass."""
-        reason = self.why_not_bit_exact()
-        if reason is not None:
-            raise UsageError(
-                f"Bit-exact forward passes are not available here. {reason}", "Choose another --cache."
-            )
-
     @torch.inference_mode()
     def score(self, request: ForwardRequest) -> ForwardOutput:
         """Run a forward pass, see ``decoding.protocols.Scorer``."""
