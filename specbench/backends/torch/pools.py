@@ -388,8 +388,9 @@ class BatchedCache:
         Neighbors with few rows each attend in one call if it is native.
         """
         same = [buffers for buffers in self._pool.buffers if buffers is not None and buffers.window == window]
-        supported = all(buffers.is_allocated and can_attend(buffers.keys, buffers.values) for buffers in same)
-        natively = supported and window is None
+        natively = window is None and all(
+            buffers.is_allocated and can_attend(buffers.keys, buffers.values) for buffers in same
+        )
         spans: list[tuple[Span | NativeSpan, KVView | None]] = []
         begin = 0
         for few, group in groupby(self._parts, lambda part: len(part.positions) <= LONGEST_PASS):
@@ -401,18 +402,15 @@ class BatchedCache:
                 continue
             for part in parts:
                 rows = slice(begin, begin + len(part.positions))
-                spans.append(self._span(part, rows, window, supported=supported))
+                spans.append(self._span(part, rows, window))
                 begin = rows.stop
         return spans
 
-    def _span(
-        self, part: RequestTokens, rows: slice, window: int | None, *, supported: bool
-    ) -> tuple[Span, KVView]:
+    def _span(self, part: RequestTokens, rows: slice, window: int | None) -> tuple[Span, KVView]:
         past, end, count = part.cache.length, part.end, len(part.positions)
         first = 0 if window is None else max(0, past - window + 1)  # that any of its tokens sees
         view = view_of(part.cache.indices(first, end), self._device)
-        needs_no_mask = supported or (past == 0 and (window is None or window >= end))
-        if part.seen is None and (count == 1 or (count > LONGEST_PASS and needs_no_mask)):
+        if part.seen is None and (count == 1 or count > LONGEST_PASS):
             return Span(rows, None, window or 0), view
         mask = torch.from_numpy(_seen(part, first, end, window))[None, None].to(self._device)
         return Span(rows, mask), view
