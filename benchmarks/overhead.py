@@ -26,7 +26,7 @@ import parts  # noqa: F401 - before torch
 import torch
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest
+from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, NoDraft
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -34,7 +34,6 @@ from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.policies import FixedLength, build_policy
 
 NODES = 12

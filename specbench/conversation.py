@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
-from specbench.drafters.plain import NoDraft
+from specbench.decoding.protocols import NoDraft
 from specbench.generate import GenerationRun, encode_messages
 from specbench.options import NO_OPTIONS, TemplateOptions
 

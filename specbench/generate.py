@@ -12,7 +12,7 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import encodable
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, DraftPolicy
+from specbench.decoding.protocols import Drafter, DraftPolicy, NoDraft
 from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -21,7 +21,6 @@ from specbench.decoding.stops import StopRules, TextStream
 from specbench.decoding.thinking import ThinkingSplit
 from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
-from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.models.chat_templates import TemplateError, render_chat, used_variables
 from specbench.options import NO_OPTIONS, DecodingKeywords, DecodingOptions, TemplateOptions

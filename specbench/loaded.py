@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import SpecbenchError
+from specbench.decoding.protocols import NoDraft
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.parts import models_of
-from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
 from specbench.generate import GenerationRun
 from specbench.models.prepare import prepare

@@ -33,13 +33,12 @@ from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape, Me
 from specbench.backends.torch.mtp import MtpLayers, MtpScorer, build_mtp_layers
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.decoding.logits import DraftVocabulary
-from specbench.decoding.protocols import Drafter
+from specbench.decoding.protocols import Drafter, NoDraft
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.grammar import GrammarDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import HeadDrafter, ModelDrafter, ParallelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.drafters.translate import TranslatingDrafter, Translation

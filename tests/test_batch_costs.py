@@ -15,14 +15,13 @@ import pytest
 from scripted import Logits, ScriptedScorer, Ticking, enumerate_outcomes, random_table
 from test_policies import UnsteadyClock, chain_rule
 
-from specbench.decoding.protocols import ForwardOutput, ForwardRequest
+from specbench.decoding.protocols import ForwardOutput, ForwardRequest, NoDraft
 from specbench.decoding.records import SharedPass, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.schedule import Scheduler, loaded_of
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.policies import build_policy
 from specbench.policies.batch_costs import BatchCosts, RequestCosts, share_costs
 

@@ -12,12 +12,19 @@ from tiny import tiny_language_model, tiny_llama
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.metrics import time_split
-from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, StepPlan, run_to_end
+from specbench.decoding.protocols import (
+    Decoding,
+    Drafter,
+    DrafterTraits,
+    NewPrompt,
+    NoDraft,
+    StepPlan,
+    run_to_end,
+)
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter, SelfDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
 from specbench.models.target import Target, wrap_target

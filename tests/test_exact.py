@@ -11,12 +11,12 @@ import pytest
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, steps_of, tokens_of
 
 from specbench.decoding import verify
+from specbench.decoding.protocols import NoDraft
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import FixedLength
 from specbench.specs.drafters import NGram

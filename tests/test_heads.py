@@ -46,13 +46,12 @@ from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardRequest, StepPlan, run_to_end
+from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardRequest, NoDraft, StepPlan, run_to_end
 from specbench.decoding.records import Generation, SharedPass, Step
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import HeadDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import load_drafter

@@ -33,9 +33,8 @@ from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.environment import reset_peak_memory
 from specbench.decoding.clocks import peak_memory
-from specbench.decoding.protocols import ForwardRequest
+from specbench.decoding.protocols import ForwardRequest, NoDraft
 from specbench.decoding.tree import tree_rows
-from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
 from specbench.kernels import ModelPasses, decoder_parts, native
 from specbench.kernels.linear import Int4Linear, Int8Linear, PackedLinear

@@ -30,7 +30,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft, Guess, StepOutcome
 from specbench.decoding.logits import Logits
-from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, StepPlan
+from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, NoDraft, StepPlan
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -38,7 +38,6 @@ from specbench.decoding.verify import acceptance_probabilities, expected_accepta
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.generate import encode_prompt
 from specbench.policies import FixedLength, build_policy

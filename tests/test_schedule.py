@@ -15,7 +15,7 @@ from scripted import Logits, ScriptedCache, ScriptedScorer, Ticking, random_tabl
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, DrafterTraits, ForwardOutput, ForwardRequest
+from specbench.decoding.protocols import Drafter, DrafterTraits, ForwardOutput, ForwardRequest, NoDraft
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -25,7 +25,6 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import build_policy

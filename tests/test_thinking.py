@@ -15,12 +15,12 @@ from tiny import SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
 from specbench.base.errors import UsageError
 from specbench.conversation import Conversation
 from specbench.decoding.formats import FormatCompiler
+from specbench.decoding.protocols import NoDraft
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.thinking import ThinkingSplit, thinking_tokens
 from specbench.drafters.grammar import GrammarDrafter
 from specbench.drafters.model import ModelDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.generate import encode_prompt
 from specbench.models.drafters import load_drafter
 from specbench.models.target import load_target

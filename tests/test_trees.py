@@ -16,13 +16,12 @@ from specbench.backends.torch.submodels import first_layers
 from specbench.base.errors import UsageError
 from specbench.decoding.distributions import Scores, largest
 from specbench.decoding.drafts import Draws, GrowingTree, StepOutcome
-from specbench.decoding.protocols import DraftPolicy, ForwardRequest, StepPlan, run_to_end
+from specbench.decoding.protocols import DraftPolicy, ForwardRequest, NoDraft, StepPlan, run_to_end
 from specbench.decoding.records import Step, depth_of
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verdicts import METHODS, Method
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy, best_shape

@@ -17,14 +17,13 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode
-from specbench.decoding.protocols import Decoding, Drafter, ForwardOutput, ForwardRequest, StepPlan
+from specbench.decoding.protocols import Decoding, Drafter, ForwardOutput, ForwardRequest, NoDraft, StepPlan
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness
 from specbench.decoding.stops import StopRules
 from specbench.drafters.drawn import DrawEvent
 from specbench.drafters.parts import models_of
-from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
 from specbench.policies import FixedLength
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from specbench.decoding.drafts import Draws
+from specbench.decoding.drafts import Draft, Draws
 
 if TYPE_CHECKING:
     import torch
 
     from specbench.decoding.distributions import TokenDistribution
-    from specbench.decoding.drafts import Draft, StepOutcome
+    from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.logits import DraftVocabulary
     from specbench.decoding.records import ExpertsRead, Step
     from specbench.decoding.sampling import Randomness, Sampling
@@ -407,3 +407,17 @@ class Drafter:
 
         The loop has rolled back the target's cache before this call.
         """
+
+
+class NoDraft(Drafter):
+    """Proposes nothing, so that every step is one of plain decoding."""
+
+    def __init__(self) -> None:
+        super().__init__(DrafterTraits("none"))
+
+    def fork(self, scorer_like: ScorerLike) -> NoDraft:
+        return NoDraft()
+
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
+        yield from ()
+        return Draft()

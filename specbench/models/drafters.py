@@ -21,13 +21,12 @@ from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.backends.torch.submodels import cheaper_form, check_form
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
-from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest
+from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest, NoDraft
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.free import make_free
 from specbench.drafters.model import HeadDrafter, SelfDrafter
 from specbench.drafters.outside import find_class
-from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
 from specbench.models.checkpoints import text_config

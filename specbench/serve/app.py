@@ -24,9 +24,9 @@ from starlette.routing import Route
 from specbench.base.errors import SpecbenchError, UsageError
 from specbench.base.record import Json
 from specbench.base.textsafe import excerpt
+from specbench.decoding.protocols import NoDraft
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.thinking import ThinkingSplit
-from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun, encode_messages, encode_prompt, shown_tokens
 from specbench.policies import build_policy
 from specbench.serve.engine import BusyError, Engine, StoppedError
