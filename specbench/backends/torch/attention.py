@@ -305,11 +305,7 @@ def folded_mask(
 
 
 def fold_attention(model: PreTrainedModel) -> bool:
-    """Switch a CPU model to folded attention.
-
-    Returns:
-        Whether it was switched; False where the model does not use ``sdpa`` or is on another device.
-    """
+    """Switch a model to folded attention if it is on a CPU and uses ``sdpa``; return whether it was switched."""
     if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
         return False
     # The mask goes by the same name: a name without one would silently get no mask.
@@ -320,11 +316,7 @@ def fold_attention(model: PreTrainedModel) -> bool:
 
 
 def enable_ragged(model: PreTrainedModel) -> bool:
-    """Make a model's attention accept several requests in a forward.
-
-    Returns:
-        Whether it does; False if it is not scaled dot-product attention.
-    """
+    """Make scaled dot-product attention accept several requests in a forward; return whether a model has it."""
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation == "sdpa":
         AttentionMaskInterface.register(RAGGED, sdpa_mask)

@@ -205,33 +205,24 @@ class LayerGroup:
         )
 
     @classmethod
-    def extended(
-        cls, layers: Sequence[Any], places: Sequence[int], tokens: int, empty: Tensor
-    ) -> LayerGroup | None:
+    def extended(cls, layers: Sequence[Any], tokens: int, empty: Tensor) -> LayerGroup | None:
         """Count ``tokens`` more positions of layers as used, which the caller writes.
 
-        Args:
-            layers: The layers of a cache.
-            places: Indices of the layers.
-            empty: Keys or values of no position, [1, heads, 0, head size], from which layers without buffers make them.
-
-        Returns:
-            ``None``, and nothing is extended, if layers are of other kinds or lengths, or have dtypes that native
-                passes do not take.
+        ``None``, and nothing is extended, if layers are of other kinds or lengths, or have dtypes that native passes do
+        not take. Layers without buffers make them like ``empty``, keys or values of no position.
         """
-        own = [layers[place] for place in places]
-        length = own[0].get_seq_length()
-        if not all(type(layer) in _KINDS and layer.get_seq_length() == length for layer in own):
+        length = layers[0].get_seq_length()
+        if not all(type(layer) in _KINDS and layer.get_seq_length() == length for layer in layers):
             return None
-        for layer in own:
+        for layer in layers:
             if not layer.is_initialized:
                 layer.lazy_initialization(empty, empty)
-        kinds = {entries.dtype for layer in own for entries in (layer.keys, layer.values)}
+        kinds = {entries.dtype for layer in layers for entries in (layer.keys, layer.values)}
         if len(kinds) > 1 or not kinds.issubset(Buffers.dtypes):
             return None
-        for layer in own:
+        for layer in layers:
             layer.extend(tokens)
-        return cls(own)
+        return cls(layers)
 
     def extend(self, tokens: int) -> bool:
         """Count more positions as used; return ``False``, with nothing changed, if that needs other buffers."""

@@ -52,7 +52,7 @@ class Forward:
     def run(
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
-        """Run a forward pass, with the hidden states of some layers at all tokens.
+        """Return logits and the hidden states of some layers at all tokens; no later pass overwrites these tensors.
 
         Args:
             ids: Token ids, [1, tokens].
@@ -60,9 +60,6 @@ class Forward:
             layers: See ``ForwardRequest``; in any order, with repeats.
             positions: Positions of the tokens, [1, tokens]; ``None`` for those after the cached ones.
             mask: Bool [1, 1, tokens, ``cache.key_len(tokens)``], true where a token attends; ``None`` for causal.
-
-        Returns:
-            Logits and hidden states, in tensors that no later forward overwrites.
         """
         raise NotImplementedError
 
@@ -202,7 +199,8 @@ class NativeForward(Forward):
         """Extend the cache by ``tokens`` positions and return where its buffers are."""
         group = self._groups.get(cache)
         if group is None or not group.extend(tokens):
-            group = LayerGroup.extended(cache.layers, native.places, tokens, native.empty)
+            layers = [cache.layers[place] for place in native.places]
+            group = LayerGroup.extended(layers, tokens, native.empty)
             if group is None:
                 return None
             self._groups[cache] = group

@@ -151,8 +151,7 @@ class NativeHeadForward(HeadForward):
         requests: list[Request] = []
         for given in inputs:
             past, tokens = given.caches[0].used, len(given.embedded)
-            layers = range(len(given.caches))
-            group = LayerGroup.extended(given.caches, layers, tokens, self._native.empty)
+            group = LayerGroup.extended(given.caches, tokens, self._native.empty)
             if group is None:
                 for request, before in zip(requests, inputs, strict=False):
                     for cache in before.caches:

@@ -30,15 +30,12 @@ HeadSteps: TypeAlias = Generator[tuple[Part, Any], Any, Tensor]
 
 Reading: TypeAlias = Generator[tuple[Part, HeadInput], HeadOutput]
 
-Embed = Callable[[Tensor], Tensor]
-"""From token ids to their embeddings."""
-
 
 class OfTarget(NamedTuple):
     """What a head has of its target.
 
     Attributes:
-        embed: The target's embeddings, unless the head has its own.
+        embed: From token ids to the target's embeddings, unless the head has its own.
         layers: Layers whose hidden states it reads, see ``ForwardRequest``.
         fitted: Fits its logits to the target's vocabulary.
         context_limit: Its longest context, in tokens; ``None`` for no limit.
@@ -46,7 +43,7 @@ class OfTarget(NamedTuple):
         config, cache: The target's, for heads that attend to its keys and values.
     """
 
-    embed: Embed
+    embed: Callable[[Tensor], Tensor]
     layers: Sequence[int]
     fitted: FittedLogits
     context_limit: int | None = None
@@ -87,7 +84,7 @@ class HeadScorer:
         self.context_limit, self.device, self._dtype = target.context_limit, target.device, target.dtype
         self.fitted = target.fitted
         self.vocabulary, self.vocab_size = target.fitted.vocabulary, target.fitted.vocab_size
-        self._embed: Embed = getattr(head, "embed_tokens", None) or target.embed
+        self._embed: Callable[[Tensor], Tensor] = getattr(head, "embed_tokens", None) or target.embed
         self._reset()
 
     def _reset(self) -> None:
