@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -143,24 +144,18 @@ class AssistantForward(HeadForward):
     head: Assistant
 
     def attends(self, inputs: Sequence[HeadInput]) -> list[Attend]:
-        tokens = [len(given.embedded) for given in inputs]
-
-        def attend_to(kind: str) -> Attend:
-            def attended(query: Tensor, _key: None, _value: None) -> Tensor:
-                parts = zip(query.split(tokens, 2), inputs, strict=True)
-                return concat([_attend(part, *given.caches[0][kind]) for part, given in parts], dim=1)
-
-            return attended
-
-        return [attend_to(kind) for kind in self.head.kinds]
+        return [partial(_attend, kind, inputs) for kind in self.head.kinds]
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Let every token attend to every position, [1, tokens, heads, head size]."""
-    _, heads, tokens, size = query.shape
-    folded = query.reshape(1, keys.shape[1], -1, size)  # the heads that share keys are neighbors
-    out = scaled_dot_product_attention(folded, keys, values)
-    return out.view(1, heads, tokens, -1).transpose(1, 2)
+def _attend(kind: str, inputs: Sequence[HeadInput], query: Tensor, _key: None, _value: None) -> Tensor:
+    """Let every token attend to every position of the target, [1, tokens, heads, head size]."""
+    outs = []
+    for part, given in zip(query.split([len(given.embedded) for given in inputs], 2), inputs, strict=True):
+        keys, values = given.caches[0][kind]
+        folded = part.reshape(1, keys.shape[1], -1, part.shape[-1])  # the heads that share keys are neighbors
+        out = scaled_dot_product_attention(folded, keys, values)
+        outs.append(out.view(*part.shape[:3], -1).transpose(1, 2))
+    return concat(outs, dim=1)
 
 
 class AssistantScorer(EagleScorer):

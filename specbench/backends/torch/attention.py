@@ -221,16 +221,12 @@ def attend(
         return out.view(batch, heads, 1, value.shape[-1]).transpose(1, 2).contiguous()
     if len(masks) == 1:
         return _folded_rows(query, key, value, masks[0], scale).transpose(1, 2).contiguous()
-    most = _most_queries(groups)
+    most = max(1, _MOST_ROWS // groups)
     parts = [
         _folded_rows(query[:, :, first : first + most], key, value, rows, scale)
         for first, rows in zip(range(0, length, most), masks, strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
-
-
-def _most_queries(groups: int) -> int:
-    return max(1, _MOST_ROWS // groups)
 
 
 def _folded_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -268,7 +264,7 @@ def fold_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> list[Tensor]:
         groups: Query heads per key/value head.
         dtype: Of the queries.
     """
-    most = _most_queries(groups)
+    most = max(1, _MOST_ROWS // groups)
     added = mask
     if mask.dtype == torch.bool:
         added = mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))

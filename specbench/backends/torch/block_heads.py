@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -377,10 +377,8 @@ class BlockScorer(HeadScorer):
         ids = torch.tensor([[last, *masks] for _, last in inputs], device=self.device)
         ranges = [[*range(scorer._known, scorer._known + shape.block)] for scorer, _ in inputs]
         positions = torch.tensor(ranges, device=self.device)
-        layers = range(len(self.head.layers))
-        attends = [
-            self._attend_to([scorer._caches[layer] for scorer, _ in inputs], layer) for layer in layers
-        ]
+        caches = zip(*(scorer._caches for scorer, _ in inputs), strict=True)
+        attends = [partial(_attend, shape, layer, own) for layer, own in enumerate(caches)]
         hidden = self.head.guess(self._embed(ids).to(self._dtype), positions, attends)
         logits = self.head.logits(hidden[:, shape.first :])
         return [Block(*block) for block in zip(hidden, logits, strict=True)]
@@ -388,45 +386,34 @@ class BlockScorer(HeadScorer):
     def _rows(self, inputs: Sequence[tuple[Block, Sequence[Sequence[int]]]]) -> list[Conditioned]:
         """Compute rows of equal depth together."""
         wanted = [(block, path) for block, paths in inputs for path in paths]
-        logits: list[Any] = [None] * len(wanted)
-        acceptance: list[Any] = [None] * len(wanted)
+        rows: list[Any] = [None] * len(wanted)
         for depth in {len(path) for _, path in wanted}:
             same = [i for i, (_, path) in enumerate(wanted) if len(path) == depth]
             tokens = torch.tensor([[*wanted[i][1]] for i in same], device=self.device)
             conditioned, accepted = self.head.condition([wanted[i][0] for i in same], tokens)
             for place, i in enumerate(same):
-                logits[i] = conditioned[place]
-                acceptance[i] = None if accepted is None else accepted[place]
-        found: list[Conditioned] = []
-        ends = accumulate(len(paths) for _, paths in inputs)
-        for (_, paths), end in zip(inputs, ends, strict=True):
-            part = slice(end - len(paths), end)
-            predicted = None if acceptance[end - 1] is None else torch.stack(acceptance[part])
-            found.append((torch.stack(logits[part]), predicted))
-        return found
-
-    def _attend_to(self, caches: Sequence[Any], layer: int) -> Attend:
-        """Let all tokens of each block attend to its cache and to each other; the cache does not keep them."""
-        shape = self.head.block
-        window = shape.windows[layer] if shape.windows else None
-        causal = bool(shape.causal and shape.causal[layer])
-
-        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            rows = zip(caches, *(states.split(1) for states in (query, key, value)), strict=True)
-            return concat([_attend_with(cache, window, causal, *row) for cache, *row in rows])
-
-        return attended
+                rows[i] = conditioned[place], None if accepted is None else accepted[place]
+        outputs, left = list[Conditioned](), iter(rows)
+        for _, paths in inputs:
+            logits, acceptance = zip(*(next(left) for _ in paths), strict=True)
+            outputs.append((torch.stack(logits), None if acceptance[0] is None else torch.stack(acceptance)))
+        return outputs
 
 
-def _attend_with(
-    cache: Any, window: int | None, causal: bool, query: Tensor, key: Tensor, value: Tensor
+def _attend(
+    shape: BlockShape, layer: int, caches: Sequence[Any], query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    past, block = cache.used, key.shape[2]
-    keys, values = cache.update(key, value)
-    cache.rollback(past)
-    mask = _block_mask(past, block, window, causal, query.device)
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2)
+    """Let all tokens of each block attend to its cache and to each other; the cache does not keep them."""
+    window = shape.windows[layer] if shape.windows else None
+    causal = bool(shape.causal and shape.causal[layer])
+    outs = []
+    for cache, *own in zip(caches, query.split(1), key.split(1), value.split(1), strict=True):
+        past = cache.used
+        keys, values = cache.update(*own[1:])
+        cache.rollback(past)
+        mask = _block_mask(past, shape.block, window, causal, query.device)
+        outs.append(scaled_dot_product_attention(own[0], keys, values, attn_mask=mask, enable_gqa=True))
+    return concat(outs).transpose(1, 2)
 
 
 def _block_mask(

@@ -141,7 +141,8 @@ def build_mtp_layers(
     AttentionInterface.register(PASSED, passed_attention)
     text = config.get_text_config(decoder=True)
     own = _layer_config(text, [any(".experts." in name for name in block) for block in blocks], kind)
-    model_class = _causal_class(config)
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    model_class = classes[type(text) if type(text) in classes else type(config)]
     tensors = {
         f"model.layers.{layer}.{name}": tensor
         for layer, block in enumerate(blocks)
@@ -176,13 +177,6 @@ def build_mtp_layers(
         )
         for block, kind in zip(decoder.layers, kinds, strict=True)
     ]
-
-
-def _causal_class(config: PreTrainedConfig) -> Any:
-    """Return the class of a target's language model."""
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    text = config.get_text_config(decoder=True)
-    return mapping[type(text) if type(text) in mapping else type(config)]
 
 
 def _layer_config(text: PreTrainedConfig, sparse: Sequence[bool], kind: str = "full_attention") -> Any:

@@ -124,9 +124,8 @@ class Scorer:
         self.context_limit = context_limit
         self.device = weight.device
         self.output_device = output_device or self.device
-        self.vocab_size = vocab_size
         self._fitted = FittedLogits(vocab_size, None if places is None else places.to(self.output_device))
-        self.vocabulary = self._fitted.vocabulary
+        self.vocab_size, self.vocabulary = vocab_size, self._fitted.vocabulary
         self.embeddings = weight.shape[0]
         self.forward = choose_forward(model, self.cache, shared=not isinstance(cache, str))
         self._batchable: list[str | None] = []  # the trial's result, shared by clones
