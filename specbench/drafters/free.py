@@ -237,11 +237,7 @@ def _forced_token(context: Sequence[int], draft: Draft, plan: StepPlan) -> int |
 
 
 class _UnforcedPolicy(DraftPolicy):
-    """Shows a draft policy a chain without its forced tokens, which it neither chose nor can learn from.
-
-    Args:
-        policy: The policy.
-    """
+    """Shows a draft policy a chain without its forced tokens, which it neither chose nor can learn from."""
 
     def __init__(self, policy: DraftPolicy) -> None:
         self.name, self.unconditional = policy.name, policy.unconditional

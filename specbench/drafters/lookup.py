@@ -25,9 +25,6 @@ class LookupDrafter(FreeDrafter):
     A copy may run past the end of the context into the draft, which continues a period. Work per token does not depend
     on the context's length. Matches of up to 4 tokens are always found, longer ones at the 32 most recent places of the
     last 4 tokens (or of the shortest match, if longer).
-
-    Args:
-        spec: The shortest and longest match.
     """
 
     def __init__(self, spec: Lookup | None = None, target: Any = None) -> None:

@@ -213,11 +213,7 @@ class ParallelDrafter(ModelDrafter):
         return self._rows is not None and len(draft.tokens) - self._first < len(self._rows)
 
     def _next_logits(
-        self,
-        context: Sequence[int],
-        draft: Draft,
-        sampling: Sampling,
-        limit: int,
+        self, context: Sequence[int], draft: Draft, sampling: Sampling, limit: int
     ) -> Decoding[torch.Tensor]:
         place = len(draft.tokens)
         if self._rows is None:
