@@ -28,9 +28,8 @@ from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.models.training_metadata import read_metadata
 from specbench.options import LoadOptions
-from specbench.train import texts, trainer
+from specbench.train import TrainingSettings, texts, trainer
 from specbench.train.batches import Batches, make_batches
-from specbench.train.settings import TrainingSettings
 from specbench.train.texts import Text, texts_file, training_prompts, write_texts
 from specbench.train.trainer import STUDENTS, train_head, write_head
 

@@ -11,7 +11,7 @@ from specbench.cli.console import say, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.options import MODELS, PROMPT, TemplateOptions, panel, quantized
 from specbench.recipe import Recipe
-from specbench.train.settings import TrainingSettings
+from specbench.train import TrainingSettings
 
 KindName = Literal["eagle", "mtp", "medusa"]
 

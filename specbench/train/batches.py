@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specbench.train.settings import TrainingSettings
+    from specbench.train import TrainingSettings
     from specbench.train.texts import Text
 
 Batch = dict[str, torch.Tensor]

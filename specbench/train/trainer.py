@@ -26,9 +26,9 @@ from specbench.bench.encoding import encode_conversation
 from specbench.models.checkpoints import text_config
 from specbench.models.drafters import require_states
 from specbench.models.training_metadata import TRAINING_FILE
+from specbench.train import TrainingSettings
 from specbench.train.batches import Batches
 from specbench.train.mtp_student import MtpStudent
-from specbench.train.settings import TrainingSettings
 from specbench.train.students import EagleStudent, MedusaStudent
 from specbench.train.texts import Text, write_texts
 
@@ -147,27 +147,26 @@ def write_head(folder: Path, student: EagleStudent, target: Target) -> None:
 
 def _config(student: EagleStudent, target: Target) -> Json:
     """Return the ``config.json``."""
-    own = {"target": target.name, "target_fingerprint": target.language_model.identity, "dtype": "bfloat16"}
+    model, vocab = target.language_model, len(student.draft_vocab)
+    own = {"target": target.name, "target_fingerprint": model.identity, "dtype": "bfloat16"}
     if student.algorithm is None:
-        return student.settings() | own | {"truncated_vocab_size": len(student.draft_vocab)}
-    return (
-        student.settings()
-        | own
-        | {
-            "speculators_model_type": student.algorithm,
-            "speculators_version": "0.3.0",
-            "draft_vocab_size": len(student.draft_vocab),
-            "speculators_config": {
-                "algorithm": student.algorithm,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": student.depth}],
-                "verifier": {
-                    "name_or_path": target.name,
-                    "architectures": target.language_model.model.config.architectures or [],
-                },
+        return {**student.settings(), **own, "truncated_vocab_size": vocab}
+    return {
+        **student.settings(),
+        **own,
+        "speculators_model_type": student.algorithm,
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": vocab,
+        "speculators_config": {
+            "algorithm": student.algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": student.depth}],
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": model.model.config.architectures or [],
             },
-        }
-    )
+        },
+    }
 
 
 def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSettings) -> EagleStudent:
