@@ -39,9 +39,9 @@ class _Job:
     number: int  # its place in the order of arrival
     start: Callable[[], Request]  # makes the request when its turn has come
     arrived: float  # by the scheduler's clock
-    request: Request | None = None  # until its turn
-    decoding: DecodingLoop | None = None
-    pending: ForwardRequest | None = None  # the forward request it waits for
+    request: Request = field(init=False)  # from its turn on
+    decoding: DecodingLoop = field(init=False)
+    pending: ForwardRequest | None = None  # the forward request it waits for; ``None`` until its turn
     since: int = 0  # number of the scheduler's pass after which it began to wait
     queued_s: float = 0.0  # waited for its turn
     reading: bool = False  # whether its last pass read only a part of its context
@@ -53,7 +53,6 @@ class _Job:
 
     def wait_for(self, request: ForwardRequest, now: int) -> None:
         """Wait for this forward pass."""
-        assert self.request is not None
         target = self.request.target
         if request.scorer is target:
             self.context = request.context
@@ -72,7 +71,6 @@ class _Job:
     @property
     def due(self) -> ForwardRequest:
         """The forward pass to run next: the pending one, once the target has read again what the draft is based on."""
-        assert self.request is not None
         assert self.pending is not None
         target = self.request.target
         if self.pending.scorer is not target and target.cached_len < self.verified:
@@ -83,7 +81,6 @@ class _Job:
     @property
     def drafts(self) -> bool:
         """Whether it waits for a drafter that does not read a long context."""
-        assert self.request is not None
         return not self.reading and self.due.scorer is not self.request.target
 
 
@@ -237,7 +234,6 @@ class Scheduler:
         if self._watch is None:
             return
         job, part = parts[0]
-        assert job.request is not None
         self._watch(
             SharedPass(
                 model=loaded_of(part.scorer),
@@ -256,7 +252,7 @@ class Scheduler:
             job = self._waiting[0]
             if job.arrived > self.now():
                 return
-            if job.request is None and not self._begin(job):
+            if job.pending is None and not self._begin(job):
                 continue
             try:
                 reserved = job.due.scorer.reserve(job.due)
@@ -345,15 +341,13 @@ class Scheduler:
 
     def _continue(self, job: _Job, rows: ForwardOutput | None) -> None:
         """Continue a request to its next forward pass or its end."""
-        decoding = job.decoding
-        assert decoding is not None
         try:
-            event = next(decoding) if rows is None else decoding.send(rows)
+            event = next(job.decoding) if rows is None else job.decoding.send(rows)
             while not isinstance(event, ForwardRequest):
                 if isinstance(event, Prefill):
                     event = replace(event, queued_s=job.queued_s)
                 self._coming.append((job.number, event))
-                event = next(decoding)
+                event = next(job.decoding)
         except StopIteration:
             self._end(job)
         except Exception as error:
@@ -366,7 +360,7 @@ class Scheduler:
         self._end(job)
 
     def _end(self, job: _Job) -> None:
-        if job.decoding is not None:
+        if job.pending is not None:
             with suppress(Exception):
                 job.decoding.close()
         for scorer in job.scorers:
