@@ -129,8 +129,8 @@ def largest(rows: torch.Tensor, count: int, above: float = -math.inf) -> list[li
     """
     count = min(count, rows.shape[-1])
     if rows.device.type != "cpu":
-        found = rows.topk(count)
-        best, worth = found.indices.T.tolist(), found.values.T.tolist()
+        top = rows.topk(count)
+        best, worth = top.indices.T.tolist(), top.values.T.tolist()
     else:
         values = rows.detach().numpy()
         every = np.arange(len(values))

@@ -118,7 +118,7 @@ class Draft:
             follows = node + 1 < len(self.tokens) and self.tokens[node + 1] == token
             return node + 1 if follows else None
         nodes = zip(self.parents, self.tokens, strict=True)
-        return next((i for i, found in enumerate(nodes) if found == (node, token)), None)
+        return next((i for i, place in enumerate(nodes) if place == (node, token)), None)
 
 
 @dataclass(slots=True)  # frozen ones take longer to make

@@ -234,26 +234,26 @@ class Matcher:
         began = time.perf_counter()
         tokens = [*context[self._prompt :], *drafted]
         start = self._answer_start(context, tokens, len(drafted))
-        found: list[Mask | None] = [None] * min(rows, max(0, start - (len(tokens) - rows + 1)))
-        if len(found) == rows:
-            return found
-        tokens, rows, thinking = tokens[start:], rows - len(found), found
+        masks: list[Mask | None] = [None] * min(rows, max(0, start - (len(tokens) - rows + 1)))
+        if len(masks) == rows:
+            return masks
+        tokens, rows, thinking = tokens[start:], rows - len(masks), masks
         common = self._common(tokens)
-        found = []
+        masks = []
         for length in range(len(tokens) - rows + 1, len(tokens) + 1):
             mask = self._masks.get(length) if length <= common else None
             if mask is None:
                 if not self._go(tokens, min(common, length), length):
-                    found += [None] * (rows - len(found))
+                    masks += [None] * (rows - len(masks))
                     break
                 common = length
                 mask = self._masks[length] = self._compute()
-            found.append(mask)
+            masks.append(mask)
         if len(self._masks) > 2 * _KEPT_MASKS:
             least = len(self._path) - _KEPT_MASKS
             self._masks = {length: mask for length, mask in self._masks.items() if length > least}
         self._seconds += time.perf_counter() - began
-        return thinking + found
+        return thinking + masks
 
     def _answer_start(self, context: Sequence[int], tokens: Sequence[int], drafted: int) -> int:
         """Return where the answer begins: how many tokens of the output are thinking that the prompt has opened.

@@ -302,8 +302,8 @@ def _best(scores: torch.Tensor) -> list[int]:
         best = rows.argmax(axis=-1)
         choices, failed = best.tolist(), not bool((rows[np.arange(len(rows)), best] > -math.inf).all())
     else:
-        found = [_argmax_by_pieces(row) for row in scores]
-        choices, failed = [index for index, _ in found], not all(value > -math.inf for _, value in found)
+        pieces = [_argmax_by_pieces(row) for row in scores]
+        choices, failed = [index for index, _ in pieces], not all(value > -math.inf for _, value in pieces)
     if failed:
         raise NoTokenError
     return choices

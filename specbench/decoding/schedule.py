@@ -324,18 +324,18 @@ class Scheduler:
     def _shares(self, group: Sequence[_Job]) -> list[tuple[_Job, ForwardRequest]]:
         """Return what each job reads in this pass: first those with few tokens, then parts of longer contexts."""
         left = self.max_tokens_per_pass
-        found: list[tuple[_Job, ForwardRequest]] = []
+        parts: list[tuple[_Job, ForwardRequest]] = []
         for job in sorted(group, key=_turn):
             part = job.due
             new = _new_tokens(part)
             if new > left and part.scorer.reads_in_parts:
                 part = _beginning(part, left)
                 new = _new_tokens(part)
-            job.passed_over = new > left and bool(found)
+            job.passed_over = new > left and bool(parts)
             if not job.passed_over:
-                found.append((job, part))
+                parts.append((job, part))
                 left = max(0, left - new)
-        return found
+        return parts
 
     # -- continuing after it ---------------------------------------------------------------------------
 

@@ -51,9 +51,9 @@ class _ByteRun:
         """Return a byte token's byte; ``None`` for other tokens."""
         if token not in self._known:
             piece = self._tokenizer.convert_ids_to_tokens(token)  # None for an id it does not know
-            found = re.fullmatch("<0x([0-9A-F]{2})>", piece or "")
-            spelled = found is not None and self._tokenizer.decode([token]) == piece  # where it means no byte
-            self._known[token] = int(found[1], 16) if found and not spelled else None
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", piece or "")
+            spelled = byte is not None and self._tokenizer.decode([token]) == piece  # where it means no byte
+            self._known[token] = int(byte[1], 16) if byte and not spelled else None
         return self._known[token]
 
     def add(self, byte: int) -> bool:
@@ -160,11 +160,11 @@ class TextStream(Generic[Label]):
     def _release(self, fresh: str, label: Label, *, ended: bool = False) -> list[tuple[Label, str]]:
         self._decoded += fresh
         self._labels.append((label, len(fresh)))
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._decoded.find(stop)) >= 0]
-        if found:
+        stops = [(at + len(stop), at) for stop in self._stops if (at := self._decoded.find(stop)) >= 0]
+        if stops:
             self.stopped = True
             # The one complete first, of those the longest, however tokens divide the text.
-            _, start = min(found)
+            _, start = min(stops)
             out, self._decoded = self._decoded[:start], ""
         else:
             cut = len(self._decoded) - (0 if ended else self._possible_stop())

@@ -111,9 +111,9 @@ class ThinkingSplit:
 
     def _until_closing(self) -> Labeled:
         text = self._text(self._held)
-        found = [(text.find(closing), closing) for closing in self._closings if closing in text]
-        if found:
-            before = self._first(min(found)[0])
+        ends = [(text.find(closing), closing) for closing in self._closings if closing in text]
+        if ends:
+            before = self._first(min(ends)[0])
             self.thinks = False
             return [*self._release("thinking", before), *self._release("mark")]
         possible = next(

@@ -61,7 +61,7 @@ def tree_rows(
 @lru_cache(maxsize=64)
 def _ancestors(parents: tuple[int, ...]) -> NDArray[np.bool_]:
     """Return by token which tokens are its ancestors or itself, [1 + nodes, 1 + nodes]."""
-    found = np.eye(len(parents) + 1, dtype=np.bool_)
+    ancestors = np.eye(len(parents) + 1, dtype=np.bool_)
     for row, parent in enumerate(parents, start=1):
-        found[row] |= found[parent + 1]
-    return found
+        ancestors[row] |= ancestors[parent + 1]
+    return ancestors

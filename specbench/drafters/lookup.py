@@ -53,10 +53,10 @@ class LookupDrafter(FreeDrafter):
         if self._copying is not None and drafted and self._copying[:2] == (position, drafted[-1]):
             _, _, source, match = self._copying
         else:
-            found = self._find(context, [*context[-self._limit :], *drafted] if drafted else context)
-            if found is None:
+            copied = self._find(context, [*context[-self._limit :], *drafted] if drafted else context)
+            if copied is None:
                 return None
-            source, match = found
+            source, match = copied
         token = context[source] if source < known else drafted[source - known]
         self._copying = position + 1, token, source + 1, match + 1
         return Guess(token, match_confidence=match / (match + 1))

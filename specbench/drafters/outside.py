@@ -41,25 +41,25 @@ def find_class(spec: Outside) -> type[FreeDrafter]:
         UsageError: There is no such file or class, it is no drafter, it lacks a method, or it has a ``propose``.
         RunError: Its module cannot be imported.
     """
-    found = spec.load()
-    if not (isinstance(found, type) and issubclass(found, FreeDrafter)):
+    kind = spec.load()
+    if not (isinstance(kind, type) and issubclass(kind, FreeDrafter)):
         raise UsageError(
-            f"The drafter {spec} is {'missing' if found is None else one_line(repr(found))}.",
+            f"The drafter {spec} is {'missing' if kind is None else one_line(repr(kind))}.",
             "Name a class there that derives from specbench.FreeDrafter.",
         )
-    base = CandidateDrafter if issubclass(found, CandidateDrafter) else FreeDrafter
+    base = CandidateDrafter if issubclass(kind, CandidateDrafter) else FreeDrafter
     for method in ("take_in", "candidates" if base is CandidateDrafter else "guess"):
-        if getattr(found, method) is getattr(base, method, None):
+        if getattr(kind, method) is getattr(base, method, None):
             raise UsageError(
                 f"The drafter {spec} lacks the method {method}.",
                 "Define it; docs/drafters.md says what each method does.",
             )
-    if found.propose is not base.propose:
+    if kind.propose is not base.propose:
         raise UsageError(
             f"The drafter {spec} has a propose of its own, whose draws cannot be checked.",
             "Define guess or candidates, or pass it to speculative_generate as an object.",
         )
-    return found
+    return kind
 
 
 class _Checked(FreeDrafter):
@@ -118,10 +118,10 @@ class _Checked(FreeDrafter):
 
     def candidates(self, context: Sequence[int], drafted: Sequence[int]) -> Mapping[int, float]:
         with self._told("candidates"):
-            found = super().candidates(self._frozen(context), tuple(drafted))  # type: ignore[misc]
-            if not isinstance(found, Mapping):
-                raise UsageError(f"candidates returns {one_line(repr(found))}, which is no dict")
-            return {self._token(token): _share("chance", chance) for token, chance in found.items()}
+            candidates = super().candidates(self._frozen(context), tuple(drafted))  # type: ignore[misc]
+            if not isinstance(candidates, Mapping):
+                raise UsageError(f"candidates returns {one_line(repr(candidates))}, which is no dict")
+            return {self._token(token): _share("chance", chance) for token, chance in candidates.items()}
 
     def update(self, outcome: StepOutcome) -> None:
         if getattr(type(self).__mro__[2], "update", None) is FreeDrafter.update:

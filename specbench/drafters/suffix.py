@@ -158,11 +158,11 @@ class SuffixDrafter(CandidateDrafter):
 
     def candidates(self, context: Sequence[int], drafted: Sequence[int]) -> Mapping[int, float]:
         tail = [*context[-self.spec.n :], *drafted][-self.spec.n :]
-        m, found = self._trie.match(tail, self.spec.min)
+        m, counts = self._trie.match(tail, self.spec.min)
         if self.spec.keep:
             earlier, known = self._past.match(tail, max(self.spec.min, m + 1))
-            m, found = (earlier, known) if known else (m, found)
-        return {token: m * count / (m * total + 1) for token, (count, total) in found.items()}
+            m, counts = (earlier, known) if known else (m, counts)
+        return {token: m * count / (m * total + 1) for token, (count, total) in counts.items()}
 
     def update(self, outcome: StepOutcome) -> None:
         """Keep the output, which is counted when it has ended; new tokens are read at the next proposal."""

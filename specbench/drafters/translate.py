@@ -42,7 +42,7 @@ class Translation:
 
     def ids(self, tokens: Sequence[int]) -> list[int]:
         """Return the drafter's ids for a stretch of the target's."""
-        found: list[int] = []
+        ids: list[int] = []
         run = b""
         for token in tokens:
             own = self.shared.get(token)
@@ -50,10 +50,10 @@ class Translation:
                 run += self.spelled.get(token, b"")
                 continue
             if run:
-                found += self.spell(run)
+                ids += self.spell(run)
                 run = b""
-            found.append(own)
-        return found + self.spell(run) if run else found
+            ids.append(own)
+        return ids + self.spell(run) if run else ids
 
 
 def longest_matches(text: bytes, vocabulary: Mapping[bytes, int]) -> list[int]:

@@ -139,12 +139,12 @@ def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[int
         """Return the most tokens of a tree of m nodes, and the nodes of its b-th candidate, 0 for none."""
         if m == 1 or left == 0 or b == 0:
             return 1.0, 0
-        found = (best(m, left, b - 1)[0], 0)
+        most_tokens = (best(m, left, b - 1)[0], 0)
         for y in range(1, m):
             tokens = best(m - y, left, b - 1)[0] + acceptance[b - 1] * best(y, left - 1, most)[0]
-            if tokens > found[0] + 1e-12:
-                found = (tokens, y)
-        return found
+            if tokens > most_tokens[0] + 1e-12:
+                most_tokens = (tokens, y)
+        return most_tokens
 
     parents: list[int] = []
     waiting = [(-1, nodes + 1, depth)]

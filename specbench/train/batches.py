@@ -28,13 +28,13 @@ def make_batches(texts: Sequence[Text], budget: int, seed: int) -> list[list[Tex
     Args:
         budget: Tokens of a batch, padding included; a longer text is a batch of its own.
     """
-    found: list[list[Text]] = []
+    batches: list[list[Text]] = []
     for text in sorted(texts, key=lambda text: -len(text.tokens)):
-        if not found or len(found[-1][0].tokens) * (len(found[-1]) + 1) > budget:
-            found.append([])
-        found[-1].append(text)
-    Random(seed).shuffle(found)
-    return found
+        if not batches or len(batches[-1][0].tokens) * (len(batches[-1]) + 1) > budget:
+            batches.append([])
+        batches[-1].append(text)
+    Random(seed).shuffle(batches)
+    return batches
 
 
 class Batches(Dataset[Batch]):

@@ -79,14 +79,14 @@ def read_texts(file: Path) -> dict[tuple[int, int], Text]:
     """Return the texts of a file by round and prompt, without lines cut short by a crash."""
     if not file.is_file():
         return {}
-    found: dict[tuple[int, int], Text] = {}
+    texts: dict[tuple[int, int], Text] = {}
     for line in file.read_bytes().split(b"\n"):
         try:
             text = msgspec.json.decode(line, type=Text)
         except (ValueError, RecursionError):
             continue
-        found[text.round, text.prompt] = text
-    return found
+        texts[text.round, text.prompt] = text
+    return texts
 
 
 def write_texts(

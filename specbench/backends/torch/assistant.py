@@ -129,9 +129,9 @@ class Centroids(nn.Module):
         """
         best = self.centroids(out).topk(self._best, dim=-1).indices
         tokens = self.token_ordering.view(self._groups, -1)[best].flatten(1)
-        found = (weight[tokens] @ out[:, :, None])[..., 0]
-        rest = found.amin(dim=-1, keepdim=True) - 1
-        return rest.expand(-1, len(weight)).scatter(1, tokens, found)
+        logits = (weight[tokens] @ out[:, :, None])[..., 0]
+        rest = logits.amin(dim=-1, keepdim=True) - 1
+        return rest.expand(-1, len(weight)).scatter(1, tokens, logits)
 
 
 SharedKV = Mapping[str, tuple[Tensor, ...]]

@@ -236,14 +236,14 @@ class MarkovHead(nn.Module):
         if self.kind == "gated":
             gate: Tensor = self.gate_proj(torch.cat((hidden, before), dim=-1)).sigmoid()
             return gate * before
-        state, found = torch.zeros_like(before[:, 0]), []
+        state, outs = torch.zeros_like(before[:, 0]), []
         for place in range(before.shape[1]):
             read = torch.cat((state, before[:, place], hidden[:, place]), dim=-1)
             kept, fresh, out = self.joint_proj(read).chunk(3, dim=-1)
             kept = kept.sigmoid()
             state = kept * state + (1 - kept) * fresh.tanh()
-            found.append(out.tanh())
-        return torch.stack(found, dim=1)
+            outs.append(out.tanh())
+        return torch.stack(outs, dim=1)
 
 
 # -- DFlash 2 --------------------------------------------------------------------------------------

@@ -174,8 +174,8 @@ class NativeForward(Forward):
             request = Request(chunk.stop - first, past + first, own_mask)
             wanted = range(max(0, tokens - rows - first), chunk.stop - first)
             rotation = cosines[:, chunk], sines[:, chunk]
-            found = native.run(ids[:, chunk], rotation, buffers, [request], wanted, layers)
-            outputs.append(ForwardOutput(*found))
+            output = native.run(ids[:, chunk], rotation, buffers, [request], wanted, layers)
+            outputs.append(ForwardOutput(*output))
         self._cache.after_forward()
         return join_passes(outputs, rows)
 
@@ -248,8 +248,8 @@ class RaggedForward:
             if extended is not None:
                 buffers, requests = extended
                 rotation = native.rotation(cache.position_ids[0])
-                found = native.run(ids, rotation, Buffers(buffers), requests, wanted.tolist(), layers)
-                return ForwardOutput(*found)
+                made = native.run(ids, rotation, Buffers(buffers), requests, wanted.tolist(), layers)
+                return ForwardOutput(*made)
         arguments = cache.model_kwargs()
         if self._limits_logits:
             arguments["logits_to_keep"] = wanted

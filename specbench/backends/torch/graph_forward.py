@@ -120,8 +120,10 @@ def _run_layer(layer: torch.nn.Module, *inputs: Any, **arguments: Any) -> Any:
 
 def _cache_index(layer: torch.nn.Module) -> int | None:
     """Return which layer of a cache a decoder layer uses; ``None`` if that was not found."""
-    found = {index for part in layer.modules() if isinstance(index := getattr(part, "layer_idx", None), int)}
-    return found.pop() if len(found) == 1 else None
+    indices = {
+        index for part in layer.modules() if isinstance(index := getattr(part, "layer_idx", None), int)
+    }
+    return indices.pop() if len(indices) == 1 else None
 
 
 def _run_compiled(
@@ -188,13 +190,13 @@ class GraphForward(Forward):
         self._cache.reserve(past + count)
         inputs = _Inputs(ids, torch.full((1,), past, device=ids.device), positions, mask)
         if count > WIDEST_GRAPH or self._hooks.are_present():
-            found = self._call_model(self._model, inputs, rows, layers)
+            output = self._call_model(self._model, inputs, rows, layers)
         elif self._capture is None:
-            found = self._call_model(self._compiled, inputs, rows, layers)
+            output = self._call_model(self._compiled, inputs, rows, layers)
         else:
-            found = self._replayed(self._capture, inputs, rows, layers)
+            output = self._replayed(self._capture, inputs, rows, layers)
         self._cache.length = past + count
-        return found
+        return output
 
     def _call_model(
         self, forward: Callable[..., Any], inputs: _Inputs, rows: int, layers: Sequence[int]

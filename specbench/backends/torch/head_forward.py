@@ -182,8 +182,8 @@ def choose_head_forward(head: RecurrentHead) -> HeadForward:
     # With bfloat16 between products rows would be rounded to other bytes, which looks like a mistake.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # of norms, on purpose
-        expected, found = (_try(forward) for forward in (HeadForward(head, torch.float32), fast))
-    same = all(are_close(*rows, _CLOSE) for rows in zip(found, expected, strict=True))
+        expected, native_rows = (_try(forward) for forward in (HeadForward(head, torch.float32), fast))
+    same = all(are_close(*rows, _CLOSE) for rows in zip(native_rows, expected, strict=True))
     return fast if same else HeadForward(head)
 
 

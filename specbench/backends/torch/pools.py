@@ -346,18 +346,18 @@ class BatchedCache:
             Keys and values of each layer, [1, heads, positions of the pool, head size], and what each request attends
                 to; ``None``, and nothing has changed, where layers are of other kinds or dtypes.
         """
-        found = [buffers for layer in layers if (buffers := self._pool.buffers[layer]) is not None]
-        if len(found) < len(layers) or empty.dtype not in Buffers.dtypes:
+        used = [buffers for layer in layers if (buffers := self._pool.buffers[layer]) is not None]
+        if len(used) < len(layers) or empty.dtype not in Buffers.dtypes:
             return None
-        for buffers in found:
+        for buffers in used:
             buffers.allocate(empty, empty)
-        if any(buffers.keys.dtype not in Buffers.dtypes for buffers in found):
+        if any(buffers.keys.dtype not in Buffers.dtypes for buffers in used):
             return None
         requests = [_native_request(part) for part in self._parts]
         for part in self._parts:
             for layer in layers:
                 part.cache.advance(layer, len(part.positions))
-        return [(buffers.keys, buffers.values) for buffers in found], requests
+        return [(buffers.keys, buffers.values) for buffers in used], requests
 
     def model_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments that pass it to a ``transformers`` model."""

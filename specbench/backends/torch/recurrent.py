@@ -107,7 +107,7 @@ def _functions_in(forward: Any) -> dict[str, Function]:
     if not isinstance(forward, FunctionType):
         return {}
     known, called = forward.__globals__, forward.__code__.co_names
-    found: dict[str, Function] = {
+    replaced: dict[str, Function] = {
         recurrence.several: functools.partial(
             _run, known[recurrence.several], recurrence, known[recurrence.one]
         )
@@ -115,8 +115,8 @@ def _functions_in(forward: Any) -> dict[str, Function]:
         if recurrence.several in called
     }
     if _CONVOLUTION in called:
-        found[_CONVOLUTION] = functools.partial(_convolve, known[_CONVOLUTION])
-    return found
+        replaced[_CONVOLUTION] = functools.partial(_convolve, known[_CONVOLUTION])
+    return replaced
 
 
 def _calling(functions: Mapping[str, Function], function: FunctionType) -> FunctionType:
@@ -287,9 +287,9 @@ def _native_is_right(recurrence: _Recurrence, single: Function) -> bool:
             continue  # it has decays of another kind
         turned = before.mT.contiguous() if recurrence.turns else before
         after = [torch.empty_like(turned) for _ in range(2)]
-        found = recurrence.native(rows, turned, after)
+        output = recurrence.native(rows, turned, after)
         last = after[-1].mT if recurrence.turns else after[-1]
-        return torch.allclose(found, expected, rtol=1e-4, atol=1e-4) and torch.allclose(
+        return torch.allclose(output, expected, rtol=1e-4, atol=1e-4) and torch.allclose(
             last, states[-1], rtol=1e-4, atol=1e-4
         )
     return False

@@ -262,7 +262,7 @@ class Scorer:
         context, tokens, parents = request.context, request.tokens, request.parents
         first, past, end = self.cache.length, len(context) - 1, len(context) + len(tokens)
         ids = self._ids(context[first:], tokens[max(0, first - len(context)) :])
-        found = []
+        outputs = []
         for fed in self.cache.passes(len(context), len(tokens), tree=parents is not None):
             positions = mask = None
             if parents is not None and fed.stop > len(context):
@@ -271,8 +271,8 @@ class Scorer:
                 positions, mask = tree_rows(past, seen, keys, self.device, fed.start - past)
             wanted = min(len(fed), max(1, rows - (end - fed.stop)))  # the language model head takes its time
             part = ids[:, fed.start - first : fed.stop - first]
-            found.append(self.forward.run(part, wanted, request.layers, positions, mask))
-        return found[0] if len(found) == 1 else join_passes(found, rows)
+            outputs.append(self.forward.run(part, wanted, request.layers, positions, mask))
+        return outputs[0] if len(outputs) == 1 else join_passes(outputs, rows)
 
     def _ids(self, context: Sequence[int], drafted: Sequence[int]) -> Tensor:
         """Return these tokens as a model reads them, [1, tokens]; draft tokens stay on their device."""

@@ -77,17 +77,17 @@ def choose_forward(model: PreTrainedModel, cache: KVCache, *, shared: bool = Fal
     return HFForward(model, cache)
 
 
-def are_close(found: Tensor, expected: Tensor, limit: float = _CLOSE) -> bool:
+def are_close(logits: Tensor, expected: Tensor, limit: float = _CLOSE) -> bool:
     """Return whether every row of logits equals another up to rounding."""
-    return bool((_distances(found, expected) <= limit).all())
+    return bool((_distances(logits, expected) <= limit).all())
 
 
-def _distances(found: Tensor, expected: Tensor) -> Tensor:
+def _distances(logits: Tensor, expected: Tensor) -> Tensor:
     """Return the distances of rows of logits, over their spread."""
     known = expected.isfinite()
-    found, expected = (rows.float().where(known, 0.0) for rows in (found, expected))
+    logits, expected = (rows.float().where(known, 0.0) for rows in (logits, expected))
     size = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    return (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
+    return (logits - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _embeddings(model: PreTrainedModel) -> Tensor:
@@ -189,7 +189,7 @@ def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) ->
         cache.rollback(past)
         tree = torch.cat([ids[:, past:], tokens], dim=1)
         keys = cache.key_len(tree.shape[1])
-        found = forward(tree, len(_PARENTS), *tree_rows(past, _PARENTS, keys, ids.device))
+        of_tree = forward(tree, len(_PARENTS), *tree_rows(past, _PARENTS, keys, ids.device))
 
         def read(branch: Sequence[int]) -> Tensor:
             cache.reset()
@@ -201,7 +201,7 @@ def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) ->
         return False
     finally:
         cache.reset()
-    return are_close(found, expected)
+    return are_close(of_tree, expected)
 
 
 def _by_node(branches: Sequence[Sequence[int]], read: Callable[[Sequence[int]], Tensor]) -> Tensor:
@@ -309,9 +309,9 @@ def _ragged_is_right(model: PreTrainedModel, limit: float, forward_type: type[Fo
         for cache, last in zip(caches[:2], _LAST, strict=False)
     ]
     parts.append(RequestTokens(caches[2], positions[0].tolist(), mask[0, 0].numpy()))
-    found = read(fed, parts)
+    together = read(fed, parts)
     rows = [expected(context, last) for context, last in zip(contexts, _LAST, strict=True)]
-    return are_close(found, torch.cat([*rows, _by_node(branches, after)]), limit)
+    return are_close(together, torch.cat([*rows, _by_node(branches, after)]), limit)
 
 
 # -- forwards of any width ---------------------------------------------------------------------------
