@@ -326,8 +326,8 @@ backends/torch/pools.py:_seen  test_batch.py -k 'gets_alone and llama-128'
 
 requests get the rows of others
 backends/torch/batch.py:BatchedModel.score  test_batch.py -k 'gets_alone and llama-128'
-- made.logits[given[i]]
-+ made.logits[given[-1 - i]]
+- made.logits.split(counts)
++ made.logits.split(counts)[::-1]
 
 what a cheaper form has read passes for the target's own
 backends/torch/scorer.py:Scorer.mark_read  test_pools.py -k cheaper_form
