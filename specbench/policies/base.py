@@ -91,6 +91,11 @@ def build_policy(spec: str | PolicySpec) -> DraftPolicy:
     return getattr(import_module(f"specbench.policies.{module}"), name)(spec)
 
 
+def normalized_entropy(logits: Logits) -> float:
+    """Return the entropy of the softmax over that of the uniform distribution, 0 to 1."""
+    return logits.entropy / math.log(logits.size) if logits.size > 1 else 0.0
+
+
 def is_guess(draft: Draft, i: int) -> bool:
     """Return whether token ``i`` was found without a forward pass; the next one may be known already."""
     return isinstance(draft.source(i), Guess)

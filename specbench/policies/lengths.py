@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.logits import Logits
 from specbench.decoding.protocols import NewPrompt
-from specbench.policies.base import ChainPolicy, confidence
+from specbench.policies.base import ChainPolicy, confidence, normalized_entropy
 from specbench.specs.policies import Confidence, ConfidenceHead, Egag, EntropyBound, Heuristic, Svip
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EntropyGuidedLength(ChainPolicy):
         if not self._notes:
             logits = distributions[0]
             assert isinstance(logits, Logits)
-            h = logits.entropy / math.log(logits.size) if logits.size > 1 else 0.0
+            h = normalized_entropy(logits)
             past, beta = h if self._average is None else self._average, self.spec.ema_beta
             self._average = beta * past + (1 - beta) * h
             fall = (self.gamma_max - self.spec.gamma_min) * min(1.0, self._average / self.spec.scale)
