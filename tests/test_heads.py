@@ -541,14 +541,17 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
 
     alone = runs()
     assert all(True for each in alone for _ in each)
-    made, fit, calls = type(head.scorer).compute, Scorer.fit, []
+    scorer, fit, calls = head.scorer, Scorer.fit, []
 
-    def failing(scorer: Any, part: Any, wanted: Sequence[Any]) -> Any:
-        given = made(scorer, part, wanted)
-        calls.append(len(wanted))
-        if len(wanted) > 1 and len(calls) % 3 == 0:
-            raise RuntimeError("made in vain")
-        return given
+    def failing(part: Any) -> Any:
+        def run(wanted: Sequence[Any]) -> Any:
+            given = part(wanted)
+            calls.append(len(wanted))
+            if len(wanted) > 1 and len(calls) % 3 == 0:
+                raise RuntimeError("made in vain")
+            return given
+
+        return run
 
     def failing_fit(scorer: Scorer, logits: torch.Tensor) -> torch.Tensor:
         slot: Any = scorer.cache
@@ -559,7 +562,10 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
         return fit(scorer, logits)
 
     doomed: list[Scorer] = []
-    monkeypatch.setattr(type(head.scorer), "compute", failing)
+    if kind == "eagle":
+        monkeypatch.setattr(scorer, "_forward", failing(scorer._forward))
+    else:
+        monkeypatch.setattr(scorer, "_parts", [failing(part) for part in scorer._parts])
     monkeypatch.setattr(Scorer, "fit", failing_fit)
     many = GenerationRuns(runs(), max_batch=4)
     found = many.results()

@@ -16,7 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specbench.backends.torch.submodels import cheaper_form
+from specbench import kernels
+from specbench.backends.torch.submodels import structural_copy
 from specbench.models.load import LanguageModel, wrap_model
 from specbench.options import QuantizedName
 
@@ -134,5 +135,7 @@ def save_tiny(folder: Path, seed: int = 0, layers: int = 2, dtype: torch.dtype =
 
 
 def quantized_copy(model: Any, kind: QuantizedName = "int8") -> Any:
-    """Return a form of a model with all layers, quantized."""
-    return cheaper_form(model, range(model.config.get_text_config().num_hidden_layers), kind)
+    """Return a copy with quantized layers that shares everything else with a model."""
+    clone = structural_copy(model)
+    kernels.quantize(clone, kind, None)
+    return clone

@@ -57,7 +57,7 @@ def first_layers(model: PreTrainedModel, count: int, skip: Collection[int] = ())
         raise ValueError("some of its layers are recurrent")
     if getattr(config, "hidden_size_per_layer_input", 0):
         raise ValueError("its layers have embeddings of their own")
-    clone = _structural_copy(model)
+    clone = structural_copy(model)
     parent, name, layers = _list_of_layers(clone)
     kept = [i for i in range(count) if i not in skip]
     setattr(parent, name, nn.ModuleList([layers[i] for i in kept]))
@@ -137,7 +137,7 @@ def cheaper_form(
     """
     count = max(kept) + 1
     whole = rounded is not None and len(kept) == model.config.get_text_config(decoder=True).num_hidden_layers
-    form = _structural_copy(model) if whole else first_layers(model, count, {*range(count)}.difference(kept))
+    form = structural_copy(model) if whole else first_layers(model, count, {*range(count)}.difference(kept))
     if rounded is not None:
         kernels.quantize(form, rounded, layers)
     return form
@@ -166,7 +166,7 @@ def float32_sample(model: PreTrainedModel) -> PreTrainedModel | None:
     return clone
 
 
-def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
+def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Copy the tree of modules, over the same parameters and buffers.
 
     Raises:
