@@ -287,7 +287,9 @@ def review(summary: Summary) -> list[RunWarning]:
     differences: dict[str, list[Mismatch]] = {}
     for entry in run.differences or ():
         differences.setdefault(labels.get(entry.config, entry.config), []).append(entry)
-    found += tokens_differ(differences, prompts, rounded=quantized(run.target.dtype or ""), over=summary.over)
-    if summary.over != PLAIN:
+    found += tokens_differ(
+        differences, prompts, rounded=quantized(run.target.dtype or ""), over=summary.run.baseline
+    )
+    if summary.run.baseline != PLAIN:
         found += server_warnings(summary)
     return [*found, *failures(generations)]

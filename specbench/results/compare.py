@@ -18,8 +18,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, Json, finite_or_none
 from specbench.base.textsafe import counted, listed, one_line
 from specbench.results import stats
-from specbench.results.metrics import RATES
-from specbench.results.pairs import whole_speed
+from specbench.results.metrics import METRICS, Figures, Metric
 from specbench.results.results import Results
 from specbench.results.run import PLAIN, Run, find_config
 from specbench.results.summary import Summary
@@ -28,16 +27,9 @@ from specbench.rows import Row
 COMPARISON_VERSION = 1
 """Version of ``to_json``. 1: first release."""
 
-SPEEDS = ("tokens_per_second", "ttft_s")
-"""Figures that depend on the machine."""
-
-SPEEDUPS = {"speedup": "ratio", "speedup_total": "ratio_total"}
-"""Figures over the baseline of the same run, by their columns of ``paired_generations``."""
-
-COMPARED = (*SPEEDS, *SPEEDUPS, *RATES)
+COMPARED = [name for name, kind in METRICS.items() if kind.is_compared]
 """Figures that can be compared."""
 
-_KEY = ["prompt", "turn", "repeat"]
 _MACHINE = {"cpu": "processor", "physical_cores": "cores", "cores": "logical cores", "ram_gb": "memory in GB",
             "devices": "accelerators"}  # fmt: skip
 _SOFTWARE = ("os", "python", "torch", "transformers", "specbench", "git_commit", "cpu_capability", "threads",
@@ -109,66 +101,16 @@ class Compared:
 
     def verdict_text(self, row: ComparedRow) -> str:
         """Return a row's verdict; of what is no speed, whether A is higher or lower."""
-        is_speed = self.metric == "tokens_per_second" or self.metric in SPEEDUPS
-        verdict = row.verdict if is_speed else _WORDS.get(row.verdict, row.verdict)
+        verdict = row.verdict if _is_speed(METRICS[self.metric]) else _WORDS.get(row.verdict, row.verdict)
         return stats.verdict_text(verdict, row.provisional)
 
 
-# --- Two configurations of one run ----------------------------------------------------------------
+# --- Comparing ------------------------------------------------------------------------------------
 
 
 def compare_configs(results: Results, a: str, b: str, metric: str = "tokens_per_second") -> Compared:
-    """Compare configuration ``a`` with ``b`` of one run, each given by id or label.
-
-    Raises:
-        UsageError: There is no such configuration, both are the same, or they have no generation in common.
-    """
-    first, second = (find_config(results.run, name, "this run") for name in (a, b))
-    if first.id == second.id:
-        raise UsageError("A configuration is compared with itself.", "Name two configurations.")
-    label_a, label_b = one_line(first.label), one_line(second.label)
-    frame = _values(Summary(results), metric)
-    rows = list(_rows(first, second, frame, frame, label_a, metric, interleaved=True))
-    if not rows:
-        raise UsageError(
-            f"{label_a} and {label_b} have no finished generation in common.", "Continue the sweep."
-        )
-    notes = [
-        f"A / B: {_what(metric)} of A over those of B, {_mean(metric)}; above 1, A is {_more(metric)}."
-        " Both decoded each prompt back to back.",
-        *_batch_notes(metric, first, second),
-        *_interval_notes(rows),
-    ]
-    return _with_disturbance(Compared(label_a, label_b, metric, rows, notes), results.disturbance)
-
-
-def _with_disturbance(compared: Compared, why: str) -> Compared:
-    if not why or compared.metric in RATES:
-        return compared
-    rows = [replace(row, ratio=stats.widened(row.ratio)) for row in compared.rows]
-    rows = [replace(row, provisional=row.verdict != "cannot tell") for row in rows]
-    explained = [stats.PROVISIONAL] if any(row.provisional for row in rows) else []
-    return replace(compared, rows=rows, notes=[why, *explained, *compared.notes], disturbance=why)
-
-
-def side_by_side(results: Results, a: str, b: str) -> pd.DataFrame:
-    """Pair the decode speeds of two configurations of one run, ``a`` and ``b`` by id, by prompt, turn and repeat.
-
-    Returns:
-        One row per pair with ``prompt, turn, repeat, category, a, b``.
-    """
-    frame = _speeds(results)
-    return _paired(*(frame[frame["config"] == config] for config in (a, b)))
-
-
-def _paired(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
-    columns = [*_KEY, "value"]
-    return ours[[*columns, "category"]].rename(columns={"value": "a"}).merge(
-        theirs[columns].rename(columns={"value": "b"}), on=_KEY
-    )  # fmt: skip
-
-
-# --- Two runs -------------------------------------------------------------------------------------
+    """Compare configuration ``a`` with ``b`` of one run, each given by id or label; see ``compare_runs``."""
+    return compare_runs(results, results, a=a, b=b, metric=metric)
 
 
 def compare_runs(
@@ -180,64 +122,61 @@ def compare_runs(
     b: str | None = None,
     metric: str | None = None,
 ) -> Compared:
-    """Compare run A with run B: configurations matched by id, else by label, and paired by prompt.
+    """Compare run A with run B: configurations matched by id, and paired by prompt.
 
     Args:
-        results_a, results_b: The runs.
+        results_a, results_b: The runs. Of one run ``a`` and ``b`` are compared, paired one by one.
         names: Names of the runs.
         a, b: Compare only configuration ``a`` of A with ``b`` of B; if only one of the two is given, it names both.
         metric: One of ``COMPARED``; ``None`` is tokens per second if both machines are of one kind, otherwise speedups.
 
     Raises:
-        UsageError: Both are the same run, their targets differ, they have no configuration or prompt in common, or
-            ``metric`` is a speed and the machines differ.
+        UsageError: Both are the same run or configuration, their targets differ, they have no configuration, prompt or
+            finished generation in common, or ``metric`` is a speed and the machines differ.
     """
     run_a, run_b = results_a.run, results_b.run
-    if run_a.run_id == run_b.run_id:
+    is_one_run = run_a.run_id == run_b.run_id
+    if is_one_run and (a is None or b is None):
         raise UsageError(
-            "Both are the same run.",
-            "Name two configurations of it: `specbench compare RUN:A RUN:B`.",
+            "Both are the same run.", "Name two configurations of it: `specbench compare RUN:A RUN:B`."
         )
-    targets = _differing_targets(run_a, run_b)
-    if targets:
+    if targets := _differing_targets(run_a, run_b):
         raise UsageError(f"The targets differ ({targets}).", "Compare runs of one target.")
     machines = _differing_machines(run_a, run_b)
-    if machines and metric in SPEEDS:
+    metric = metric or ("speedup" if machines else "tokens_per_second")
+    kind = METRICS[metric]
+    if machines and kind.is_timed:
         raise UsageError(
             f"The runs were made on different machines ({machines}), so their speeds cannot be compared.",
             "Compare speedups: --metric speedup.",
         )
-    metric = metric or ("speedup" if machines else "tokens_per_second")
-    matches = _matched(run_a, run_b, a, b, metric)
-    values = [_values(Summary(each), metric) for each in (results_a, results_b)]
+    matches = _matched(run_a, run_b, a, b, kind)
+    summaries = Summary(results_a), Summary(results_b)
     prompts, prompt_notes = _common_prompts(results_a, results_b)
-    mine, other = (each[each["prompt"].isin(prompts)] for each in values)
     rows: list[ComparedRow] = []
     missing: list[str] = []
     for match in matches:
-        label = " / ".join(dict.fromkeys(one_line(config.label) for config in match))
-        found = list(_rows(*match, mine, other, label, metric))
+        label = one_line(match[0].label)
+        if match[1].label != match[0].label and not is_one_run:
+            label += f" / {one_line(match[1].label)}"
+        values = [
+            Figures(summary, config).values(metric) for summary, config in zip(summaries, match, strict=True)
+        ]
+        ours, theirs = (each[each["prompt"].isin(prompts)] for each in values)
+        found = list(_rows(match, label, ours, theirs, kind, is_one_run))
         rows += found
         missing += [] if found else [one_line(match[0].label)]
+    if not rows and is_one_run:
+        labels = " and ".join(one_line(config.label) for config in matches[0])
+        raise UsageError(f"{labels} have no finished generation in common.", "Continue the sweep.")
     if not rows:
         what = "prompt" if not prompts else "finished generation"
         raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
-    over = _baselines(run_a, run_b)
-    what = f"{_what(metric)} over {over} of its own run," if metric in SPEEDUPS else _what(metric)
     notes = [
-        f"A / B: {what} of A over that of B, {_mean(metric)} that both have; above 1, A is {_more(metric)}.",
-        *_batch_notes(metric, *(config for match in matches for config in match)),
+        *_meaning_notes(kind, matches, is_one_run, machines, _baselines(run_a, run_b)),
+        *_difference_notes(run_a, run_b),
+        *prompt_notes,
     ]
-    if machines and metric in SPEEDUPS:
-        notes.append(
-            f"The machines differ ({machines}), so only the speedups over {over} of each run are compared."
-        )
-    if metric in SPEEDS:
-        notes.append(
-            "The runs were not made at the same time: changes of the machine between them are in the ratios and not in"
-            f" their intervals. --metric speedup compares each with {over} of its own run instead."
-        )
-    notes += [*_difference_notes(run_a, run_b), *prompt_notes]
     if missing:
         notes.append(f"No common finished generation: {listed(missing)}.")
     for side, run in enumerate((run_a, run_b) if a is b is None else ()):
@@ -245,137 +184,87 @@ def compare_runs(
         if only := [one_line(config.label) for config in run.configs if config.id not in matched]:
             notes.append(f"Only in {'AB'[side]} ({one_line(names[side])}): {listed(only)}.")
     notes += _interval_notes(rows)
-    reasons = (("A", results_a.disturbance), ("B", results_b.disturbance))
-    compared = Compared(one_line(names[0]), one_line(names[1]), metric, rows, notes)
-    return _with_disturbance(compared, " ".join(f"{side}: {why}" for side, why in reasons if why))
-
-
-# --- Values ---------------------------------------------------------------------------------------
+    disturbance = results_a.disturbance
+    if is_one_run:
+        names = one_line(matches[0][0].label), one_line(matches[0][1].label)
+    else:
+        reasons = (("A", results_a.disturbance), ("B", results_b.disturbance))
+        disturbance = " ".join(f"{side}: {why}" for side, why in reasons if why)
+        names = one_line(names[0]), one_line(names[1])
+    if kind.sums is not None or not disturbance:
+        return Compared(*names, metric, rows, notes)
+    rows = [replace(row, ratio=stats.widened(row.ratio)) for row in rows]
+    rows = [replace(row, provisional=row.verdict != "cannot tell") for row in rows]
+    explained = [stats.PROVISIONAL] if any(row.provisional for row in rows) else []
+    return Compared(*names, metric, rows, [disturbance, *explained, *notes], disturbance)
 
 
 def _rows(
-    config_a: Row, config_b: Row, ours: pd.DataFrame, theirs: pd.DataFrame, label: str, metric: str,
-    *, interleaved: bool = False,
+    match: tuple[Row, Row], label: str, ours: pd.DataFrame, theirs: pd.DataFrame, kind: Metric, one_by_one: bool
 ) -> Iterator[ComparedRow]:  # fmt: skip
-    """Yield a row for all prompts, then one for each category if there are several; turns that only one side has
-    finished are left out. What was measured ``interleaved`` is paired one by one.
+    """Yield a row for all prompts, then one for each category if there are several. Turns that only one side has
+    finished are left out.
     """
-    ours, theirs = ours[ours["config"] == config_a.id], theirs[theirs["config"] == config_b.id]
     turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
     ours, theirs = ours.merge(turns), theirs.merge(turns)
-    compare = _of_sums if metric in RATES else _of_pairs if interleaved else _of_prompts
-    for category, mine in _by_category(ours) if len(ours) else ():
-        other = theirs[theirs["prompt"].isin(mine["prompt"])]
-        a, b, ratio = compare(mine, other)
-        yield ComparedRow(config_a.id, config_b.id, label, category, a, b, ratio)
+    categories = ours["category"].unique()
+    for category in [None, *(categories if len(categories) > 1 else ())] if len(ours) else ():
+        mine = ours if category is None else ours[ours["category"] == category]
+        estimates = _estimates(mine, theirs[theirs["prompt"].isin(mine["prompt"])], kind, one_by_one)
+        shown = None if category is None else one_line(category)
+        yield ComparedRow(match[0].id, match[1].id, label, shown, *estimates)
 
 
-_Three = tuple[Estimate, Estimate, Estimate]
-
-
-def _of_pairs(ours: pd.DataFrame, theirs: pd.DataFrame) -> _Three:
-    """Return A, B and their ratio from values that are paired one by one."""
-    pairs = _paired(ours, theirs)
-    prompts, repeats = pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
-    a, b, ratio = (
-        stats.geometric_mean(values.to_numpy(), prompts, repeats)
-        for values in (pairs["a"], pairs["b"], pairs["a"] / pairs["b"])
-    )
-    return a, b, ratio
-
-
-def _of_prompts(ours: pd.DataFrame, theirs: pd.DataFrame) -> _Three:
-    """Return the same from values that are paired by prompt."""
-    a, b = (
-        (each["value"].to_numpy(), each["prompt"].to_numpy(), each["repeat"].to_numpy())
-        for each in (ours, theirs)
-    )
-    return stats.geometric_mean(*a), stats.geometric_mean(*b), stats.compare(*a, *b)
-
-
-def _of_sums(ours: pd.DataFrame, theirs: pd.DataFrame) -> _Three:
-    """Return the same from the sums of each prompt that make a rate."""
-    both = ours.merge(theirs, on="prompt", suffixes=("_a", "_b"))
-    a, of_a, b, of_b = (both[name].to_numpy() for name in ("value_a", "of_a", "value_b", "of_b"))
-    prompts = both["prompt"].to_numpy()
-    rates = [stats.pooled_rate(*sums, prompts) for sums in ((a, of_a), (b, of_b))]
-    return rates[0], rates[1], stats.pooled_speedup(a, of_a, b, of_b, prompts)
-
-
-def _speeds(results: Results) -> pd.DataFrame:
-    """Return decode speeds with their keys; for requests of a batch, speeds from arrival to end."""
-    done = results.done
-    speeds = done["tokens_per_second"].where(done["group"] == "", whole_speed(done))
-    return done[["config", "category", *_KEY]].assign(value=speeds)[speeds > 0]
-
-
-def _values(summary: Summary, metric: str) -> pd.DataFrame:
-    """Return ``config, category, prompt, turn, repeat, value``; of a rate also ``of``, its denominator, by prompt."""
-    columns, done = ["config", "category", *_KEY], summary.results.done
-    if metric in RATES:
-        found = []
-        for row in summary.rows:
-            rows, part, whole = row.counts(metric)
-            outputs = rows["output"] if "output" in rows else rows.index.to_series()
-            sums = pd.DataFrame({"value": rows[part], "of": rows[whole]}, dtype=float)
-            sums = sums.groupby(outputs.map(done["prompt"])).sum().rename_axis("prompt").reset_index()
-            found.append(sums.assign(config=row.config.id))
-        categories = done.drop_duplicates("prompt").set_index("prompt")["category"]
-        frame = pd.concat(found)
-        return frame.assign(category=frame["prompt"].map(categories), turn=0, repeat=0)
-    if metric == "tokens_per_second":
-        return _speeds(summary.results)
-    if metric == "ttft_s":
-        return done[columns].assign(value=done["ttft_s"])
-    pairs = summary.pairs
-    value = pairs[SPEEDUPS[metric]]
-    return pairs[columns].assign(value=value)[value > 0]
-
-
-def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
-    """Yield all rows together, then the rows of each category if there are several."""
-    yield None, rows
-    categories = list(dict.fromkeys(rows["category"]))
-    if len(categories) > 1:
-        for category in categories:
-            yield one_line(category), rows[rows["category"] == category]
-
-
-def _what(metric: str) -> str:
+def _estimates(
+    ours: pd.DataFrame, theirs: pd.DataFrame, kind: Metric, one_by_one: bool
+) -> tuple[Estimate, Estimate, Estimate]:
+    """Return A, B and A / B from ``Figures.values`` of the same prompts."""
+    if kind.sums is not None:
+        both = ours.merge(theirs, on="prompt", suffixes=("_a", "_b"))
+        a, of_a, b, of_b = (both[name].to_numpy() for name in ("value_a", "of_a", "value_b", "of_b"))
+        prompts = both["prompt"].to_numpy()
+        rates = [stats.pooled_rate(*sums, prompts) for sums in ((a, of_a), (b, of_b))]
+        return rates[0], rates[1], stats.pooled_speedup(a, of_a, b, of_b, prompts)
+    if one_by_one:
+        pairs = ours.merge(theirs, on=["prompt", "turn", "repeat"], suffixes=("_a", "_b"))
+        labels = pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
+        values = pairs["value_a"], pairs["value_b"], pairs["value_a"] / pairs["value_b"]
+        first, second, ratio = (stats.geometric_mean(each.to_numpy(), *labels) for each in values)
+        return first, second, ratio
+    sides = [[side[name].to_numpy() for name in ("value", "prompt", "repeat")] for side in (ours, theirs)]
     return (
-        "decode tokens/s" if metric == "tokens_per_second" else "speedup" if metric == "speedup" else metric
+        stats.geometric_mean(*sides[0]),
+        stats.geometric_mean(*sides[1]),
+        stats.compare(*sides[0], *sides[1]),
     )
-
-
-def _mean(metric: str) -> str:
-    return "from the sums over the prompts" if metric in RATES else "geometric mean over the prompts"
-
-
-def _more(metric: str) -> str:
-    return "faster" if metric in ("tokens_per_second", *SPEEDUPS) else "higher"
 
 
 # --- What can be compared -------------------------------------------------------------------------
 
 
-def _matched(run_a: Run, run_b: Run, a: str | None, b: str | None, metric: str) -> list[tuple[Row, Row]]:
+def _matched(run_a: Run, run_b: Run, a: str | None, b: str | None, kind: Metric) -> list[tuple[Row, Row]]:
+    """Return the pairs of configurations that are compared."""
+
+    def has_none(config: Row) -> bool:
+        return kind.is_speedup and config.id == config.baseline
+
     if a is not None or b is not None:
-        pair = find_config(run_a, str(a or b), "run A"), find_config(run_b, str(b or a), "run B")
-        for config in pair:
-            if metric in SPEEDUPS and config.id == config.baseline:
-                raise UsageError(
-                    f"{one_line(config.label)} is the baseline, so it has no speedup.",
-                    "Name another configuration.",
-                )
+        places = ("this run", "this run") if run_a.run_id == run_b.run_id else ("run A", "run B")
+        pair = find_config(run_a, str(a or b), places[0]), find_config(run_b, str(b or a), places[1])
+        if run_a.run_id == run_b.run_id and pair[0].id == pair[1].id:
+            raise UsageError("A configuration is compared with itself.", "Name two configurations.")
+        if baseline := next(filter(has_none, pair), None):
+            raise UsageError(
+                f"{one_line(baseline.label)} is the baseline, so it has no speedup.",
+                "Name another configuration.",
+            )
         return [pair]
     by_id = {config.id: config for config in run_b.configs}
     found = [
-        (config, by_id[config.id])
-        for config in run_a.configs
-        if config.id in by_id and not (metric in SPEEDUPS and config.id == config.baseline)
+        (config, by_id[config.id]) for config in run_a.configs if config.id in by_id and not has_none(config)
     ]
     if not found:
-        unless_baseline = " except the baseline" if metric in SPEEDUPS else ""
+        unless_baseline = " except the baseline" if kind.is_speedup else ""
         raise UsageError(
             f"The runs have no configuration in common{unless_baseline}.",
             "Name one of each: `specbench compare RUN:A RUN:B`.",
@@ -439,9 +328,35 @@ def _baselines(run_a: Run, run_b: Run) -> str:
     return f"the {PLAIN}" if a == PLAIN else f"the server {a}"
 
 
-def _batch_notes(metric: str, *configs: Row) -> Iterator[str]:
-    if metric == "tokens_per_second" and any(config.condition.batch is not None for config in configs):
+def _is_speed(kind: Metric) -> bool:
+    """Return whether more of a figure is faster."""
+    return kind.mean_of is not None and kind.form != "ms"
+
+
+def _meaning_notes(
+    kind: Metric, matches: Sequence[tuple[Row, Row]], is_one_run: bool, machines: str, baseline: str
+) -> Iterator[str]:
+    """Yield what the ratios are, and what is not in their intervals."""
+    what = "decode tokens/s" if kind.name == "tokens_per_second" else kind.name
+    mean = "geometric mean over the prompts" if kind.sums is None else "from the sums over the prompts"
+    more = "faster" if _is_speed(kind) else "higher"
+    if is_one_run:
+        yield (
+            f"A / B: {what} of A over those of B, {mean}; above 1, A is {more}. Both decoded each prompt back to back."
+        )
+    else:
+        what += f" over {baseline} of its own run," if kind.is_speedup else ""
+        yield f"A / B: {what} of A over that of B, {mean} that both have; above 1, A is {more}."
+    in_batch = any(config.condition.batch is not None for match in matches for config in match)
+    if kind.name == "tokens_per_second" and in_batch:
         yield "With a batch, a request's tokens/s count from its arrival to its end, including TTFT and waiting."
+    if machines and kind.is_speedup:
+        yield f"The machines differ ({machines}), so only the speedups over {baseline} of each run are compared."
+    if kind.is_timed and not is_one_run:
+        yield (
+            "The runs were not made at the same time: changes of the machine between them are in the ratios and not in"
+            f" their intervals. --metric speedup compares each with {baseline} of its own run instead."
+        )
 
 
 def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:

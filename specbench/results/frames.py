@@ -8,7 +8,7 @@ from functools import cached_property
 import pandas as pd
 
 from specbench.results import stats
-from specbench.results.pairs import paired_generations, paired_groups, with_baseline
+from specbench.results.pairs import output_speed, paired_generations, paired_groups, with_baseline
 from specbench.results.results import Results
 
 LIMITED = {"ttft": "ttft_s", "tpot": "token_s", "e2el": "total_s"}
@@ -19,8 +19,6 @@ class Frames:
     """A run with limits of latency.
 
     Attributes:
-        over: Name of the baseline.
-        dtype: Dtype of the target.
         busy: That other programs used the machine most of the time, in a sentence; empty if they did not.
         disturbance: The same if verdicts are provisional for it: those of `specbench tune` are not.
         tuned: What `specbench tune` found out, by configuration id; empty for other runs.
@@ -28,7 +26,6 @@ class Frames:
 
     def __init__(self, results: Results, limits: Mapping[str, float]) -> None:
         self.results, self.limits, self.run = results, limits, results.run
-        self.over, self.dtype = self.run.baseline, self.run.target.dtype
         answer = None if self.run.tuning is None else self.run.tuning.answer
         self.tuned = {} if answer is None else answer.measured
         self.busy = results.disturbance
@@ -50,6 +47,11 @@ class Frames:
             self._parts[name] = {str(each): mine for each, mine in by_config}, whole[:0]
         found, empty = self._parts[name]
         return found.get(config, empty)
+
+    @cached_property
+    def speeds(self) -> pd.DataFrame:
+        """The finished outputs with ``speed``, see ``output_speed``."""
+        return self.results.done.assign(speed=output_speed(self.results.done))
 
     @cached_property
     def pairs(self) -> pd.DataFrame:

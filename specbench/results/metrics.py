@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 PERCENTILES = ("p50", "p95", "p99")
 """Of latencies."""
 
-RATES = {
-    "tokens_per_step": ("emitted", "steps"),
-    "acceptance_rate": ("accepted", "drafted"),
-    "acceptance_tested": ("accepted", "tested"),
-    "alpha": ("alpha_sum", "tested"),
-}
-"""Figures that are sums over steps, and what they are sums of."""
+Columns = tuple[str, str] | None
 
 Form = Literal["number", "ratio", "share", "count", "ms", "bytes"]
 
@@ -50,6 +44,8 @@ class Metric:
         form: How it is shown.
         rank: Terminals that are too narrow leave out the highest rank first; 0 is always shown.
         interval: Whether it has an interval, over prompts; in batches over groups of prompts.
+        mean_of: Of a mean over prompts: the frame of a run that has its values, and the column.
+        sums: Of a rate: the columns of steps, the sum of one of which is divided by the sum of the other.
     """
 
     def __init__(
@@ -59,15 +55,34 @@ class Metric:
         form: Form,
         rank: int,
         *,
-        interval: bool,
+        interval: bool = False,
+        mean_of: Columns = None,
+        sums: Columns = None,
         name: str = "",
         about: str = "",
     ) -> None:
         self.name = name or formula.__name__
         self.about = about or " ".join((formula.__doc__ or "").split())
-        self.heading, self.form, self.rank, self.interval = heading, form, rank, interval
+        self.heading, self.form, self.rank = heading, form, rank
+        self.mean_of, self.sums = mean_of, sums
+        self.interval = interval or self.is_compared
         self._formula = formula
         METRICS[self.name] = self
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether two runs can be compared in it."""
+        return self.mean_of is not None or self.sums is not None
+
+    @property
+    def is_speedup(self) -> bool:
+        """Whether it is over the baseline of its own run."""
+        return self.mean_of is not None and self.mean_of[0] == "pairs"
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it depends on the machine."""
+        return self.mean_of is not None and not self.is_speedup
 
     @overload
     def __get__(self, row: None, owner: type) -> Metric: ...
@@ -89,10 +104,16 @@ METRICS: dict[str, Metric] = {}
 
 
 def metric(
-    heading: str, form: Form = "number", rank: int = 0, *, interval: bool = False
+    heading: str,
+    form: Form = "number",
+    rank: int = 0,
+    *,
+    interval: bool = False,
+    mean_of: Columns = None,
+    sums: Columns = None,
 ) -> Callable[[Callable[[Figures], Estimate | float]], Metric]:
     """Register the decorated formula in ``METRICS``; its docstring is the sentence."""
-    return lambda formula: Metric(formula, heading, form, rank, interval=interval)
+    return lambda formula: Metric(formula, heading, form, rank, interval=interval, mean_of=mean_of, sums=sums)
 
 
 def _exactly(value: float) -> Estimate:
@@ -233,7 +254,7 @@ class Figures:
 
     # -- speed -------------------------------------------------------------------------------------
 
-    @metric("tokens/s", rank=1, interval=True)
+    @metric("tokens/s", rank=1, mean_of=("speeds", "speed"))
     def tokens_per_second(self) -> Estimate:
         """Tokens after the first emission per second, geometric mean over prompts; in batches the throughput."""
         rows, name, unit = (self.done, "tokens_per_second", "prompt")
@@ -243,7 +264,7 @@ class Figures:
             rows[name].to_numpy(dtype=float), rows[unit].to_numpy(), rows["repeat"].to_numpy()
         )
 
-    @metric("speedup", "ratio", interval=True)
+    @metric("speedup", "ratio", mean_of=("pairs", "ratio"))
     def speedup(self) -> Estimate:
         """Speed over the baseline's, geometric mean over prompts of paired ratios; 1 for a baseline."""
         tuned = self.summary.tuned.get(self.config.id)
@@ -251,7 +272,7 @@ class Figures:
             return tuned.categories.get(self.category, NO_FIGURE) if self.category else tuned.speedup
         return self._mean_ratio(self.compared, "ratio", of_baseline=BASELINE)
 
-    @metric("with TTFT", "ratio", 14, interval=True)
+    @metric("with TTFT", "ratio", 14, mean_of=("pairs", "ratio_total"))
     def speedup_total(self) -> Estimate:
         """Speedup including the time to the first token; none in batches, whose speedup includes it."""
         if len(self.groups) or self.config.condition.batch is not None:
@@ -311,14 +332,35 @@ class Figures:
     # -- acceptance --------------------------------------------------------------------------------
 
     def counts(self, name: str) -> tuple[pd.DataFrame, str, str]:
-        """Return the steps, or the answers of a server, with the columns whose sums make one of ``RATES``."""
+        """Return the steps, or the answers of a server, with the columns whose sums make a rate."""
+        sums = METRICS[name].sums
+        assert sums is not None, name
         by_step = self.answers.empty or name == "acceptance_tested"
         if not self.is_server or (by_step and name != "alpha" and self.reports_steps):
-            return self.steps.assign(steps=1.0), *RATES[name]
+            return self.steps.assign(steps=1.0), *sums
         if name == "tokens_per_step":
             return self.answers[self.answers["reported_steps"] > 0], "emitted_in_steps", "reported_steps"
         counted = name == "acceptance_rate"
         return self.answers[(self.answers["drafted"] > 0) & counted], "accepted", "drafted"
+
+    def values(self, name: str) -> pd.DataFrame:
+        """Return what a comparable figure is computed from.
+
+        Returns:
+            ``prompt, turn, repeat, category, value``. Of a rate they are sums of each prompt (``turn`` and ``repeat``
+            are 0), and ``of`` is what the sum ``value`` is divided by.
+        """
+        kind, keys = METRICS[name], ["prompt", "turn", "repeat", "category"]
+        if kind.mean_of is not None:
+            frame, column = kind.mean_of
+            rows = self._mine(frame)
+            return rows[keys].assign(value=rows[column])[rows[column] > 0]
+        rows, part, whole = self.counts(name)
+        outputs = self.done.loc[rows.get("output", rows.index)]
+        sums = pd.DataFrame({"value": rows[part].to_numpy(), "of": rows[whole].to_numpy()}, dtype=float)
+        by_prompt = sums.groupby(outputs["prompt"].to_numpy()).sum().rename_axis("prompt").reset_index()
+        categories = outputs.drop_duplicates("prompt").set_index("prompt")["category"]
+        return by_prompt.assign(category=by_prompt["prompt"].map(categories), turn=0, repeat=0)
 
     def _rate(self, name: str, **ends: float) -> Estimate:
         rows, part, whole = self.counts(name)
@@ -326,21 +368,21 @@ class Figures:
             return NO_FIGURE
         return _pooled(rows, part, whole, "prompt", **ends)
 
-    @metric("tokens/step", rank=4, interval=True)
+    @metric("tokens/step", rank=4, sums=("emitted", "steps"))
     def tokens_per_step(self) -> Estimate:
         """Emitted tokens over steps, without the prefill's token."""
         if not self.is_server and not self.steps["drafted"].any():
             return _exactly(ratio(self.steps["emitted"].sum(), len(self.steps)))
         return self._rate("tokens_per_step", least=1.0)
 
-    @metric("accepted", "share", 5, interval=True)
+    @metric("accepted", "share", 5, sums=("accepted", "drafted"))
     def acceptance_rate(self) -> Estimate:
         """Accepted over drafted tokens."""
         if self.is_server and not (self.answers["drafted"] > 0).any():  # it counts for all requests together
             return _pooled(self.groups[self.groups["drafted"] > 0], "accepted", "drafted", "group", most=1.0)
         return self._rate("acceptance_rate", most=1.0)
 
-    @metric("of tested", "share", 16, interval=True)
+    @metric("of tested", "share", 16, sums=("accepted", "tested"))
     def acceptance_tested(self) -> Estimate:
         """Accepted over tested tokens."""
         return self._rate("acceptance_tested", most=1.0)
@@ -362,7 +404,7 @@ class Figures:
         low, high = (None if end is None else end + 1.0 for end in (one.low, one.high))
         return structs.replace(one, value=one.value + 1.0, low=low, high=high)
 
-    @metric("α", rank=6, interval=True)
+    @metric("α", rank=6, sums=("alpha_sum", "tested"))
     def alpha(self) -> Estimate:
         """Mean expected acceptance of tested tokens."""
         return self._rate("alpha", most=1.0)
@@ -404,7 +446,7 @@ class Figures:
 
     # -- time --------------------------------------------------------------------------------------
 
-    @metric("TTFT ms", "ms", 9, interval=True)
+    @metric("TTFT ms", "ms", 9, mean_of=("done", "ttft_s"))
     def ttft_s(self) -> Estimate:
         """Time to the first token, geometric mean over prompts."""
         done = self.done
@@ -548,14 +590,14 @@ def _share_of(part: str) -> Metric:
     about = f"Share of the time of the steps for {part}."
     return Metric(
         lambda row: ratio(row.steps[f"{part}_s"].sum(), row.steps["total_s"].sum()), part, "share", 10,
-        interval=False, name=f"share_{part}", about=about,
+        name=f"share_{part}", about=about,
     )  # fmt: skip
 
 
 def _percentile_of(name: str, column: str, heading: str, form: Form, rank: int, percent: str) -> Metric:
     return Metric(
         lambda row: float(row.requests[column].astype(float).quantile(int(percent[1:]) / 100)),
-        f"{heading} {percent}", form, rank, interval=False, name=f"{name}_{percent}",
+        f"{heading} {percent}", form, rank, name=f"{name}_{percent}",
         about=f"The {percent[1:]}th percentile over all requests of `{column}`.",
     )  # fmt: skip
 

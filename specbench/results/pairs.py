@@ -30,7 +30,7 @@ def paired_generations(results: Results) -> pd.DataFrame:
     alone = rows["group"] == ""
     rows["tokens"] = (rows["tokens_per_second"] * rows["decode_s"]).where(alone, rows["new_tokens"])
     rows["seconds"] = rows["decode_s"].where(alone, rows["total_s"])
-    rows["tokens_per_second"] = rows["tokens_per_second"].where(alone, whole_speed(rows))
+    rows["tokens_per_second"] = output_speed(rows)
     rows["total"] = rows["total_s"] / rows["new_tokens"].where(rows["new_tokens"] > 0)
     figures = ["tokens_per_second", "tokens", "seconds", "total", "token_ids", "text"]
     pairs = with_baseline(rows, figures, _KEY)
@@ -61,9 +61,10 @@ def paired_groups(results: Results) -> pd.DataFrame:
     return pairs.rename(columns={"group": "prompt"})
 
 
-def whole_speed(rows: pd.DataFrame) -> pd.Series[float]:
-    """Return tokens/s from arrival to end; NaN if no time has passed."""
-    return rows["new_tokens"] / rows["total_s"].where(rows["total_s"] > 0)
+def output_speed(rows: pd.DataFrame) -> pd.Series[float]:
+    """Return decode tokens/s; for requests of a batch, tokens/s from arrival to end. NaN if no time has passed."""
+    whole = rows["new_tokens"] / rows["total_s"].where(rows["total_s"] > 0)
+    return rows["tokens_per_second"].where(rows["group"] == "", whole)
 
 
 def with_baseline(rows: pd.DataFrame, figures: list[str], keys: list[str]) -> pd.DataFrame:

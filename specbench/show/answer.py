@@ -12,7 +12,6 @@ from specbench.base.textsafe import listed, one_line
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results import stats
-from specbench.results.compare import side_by_side
 from specbench.results.metrics import Figures
 from specbench.results.run import FOREIGN, PLAIN, TuningAnswer
 from specbench.results.summary import Curve, Summary, size_of
@@ -94,12 +93,12 @@ class _Answers:
         plain = chosen.config.kind == "plain"
         command = self._command(chosen, drafts=not plain and chosen.verdict != "slower")
         verdict: stats.Verdict = "cannot tell" if stored.provisional else "slower" if plain else "faster"
-        same = self._same_outputs(chosen, self.summary.dtype)
+        same = self._same_outputs(chosen, self.summary.run.target.dtype)
         return Answer(headline, verdict, command=command, details=[*details, *same])
 
     def of_single_requests(self) -> Answer:
         """Return the answer for prompts decoded one after the other, or for servers: the best over the baseline."""
-        over, server = self.summary.over, self.rows[0].config.kind == "server"
+        over, server = self.summary.run.baseline, self.rows[0].config.kind == "server"
         base = self.baselines("server" if server else "plain")
         kind = "server" if server else "speculative"
         measured = [row for row in self.rows if row.config.kind == kind and row.measured]
@@ -157,7 +156,7 @@ class _Answers:
 
     def of_curves(self, load: Literal["batch", "context"], details: Sequence[str]) -> Answer:
         """Return the answer for speedups by batch size or context: how far the best configuration pays, then others."""
-        curves, over = self._curves(load), self.summary.over
+        curves, over = self._curves(load), self.summary.run.baseline
         if not curves:
             return Answer(
                 "No generation with drafts, or of another server, has finished in a closed loop of as many clients as"
@@ -179,7 +178,7 @@ class _Answers:
         row = paying[-1] if paying else max(rows, key=lambda row: row.speedup.value)
         server = row.config.kind == "server"
         command = "" if server or verdict == "cannot tell" else self._command_for(row)
-        same = self._same_outputs(row, None if server else self.summary.dtype)
+        same = self._same_outputs(row, None if server else self.summary.run.target.dtype)
         return Answer(headline, verdict, command=command, details=[*others, *details, *same])
 
     def baselines(self, kind: str) -> list[Figures]:
@@ -198,13 +197,14 @@ class _Answers:
 
     def _same_outputs(self, row: Figures, dtype: str | None) -> Iterator[str]:
         if not math.isnan(row.identical_share.value):
-            yield identity_text([row], dtype, self.summary.over)
+            yield identity_text([row], dtype, self.summary.run.baseline)
 
     def _speedups(self, row: Figures, *, by_category: bool = False) -> str:
         """Return a sentence with the speedup after the first token,
         if wanted by category, and with that of whole outputs.
         """
-        text = f"{one_line(row.config.name)}: {stats.ratio_text(row.speedup)} over {self.summary.over}"
+        name, over = one_line(row.config.name), self.summary.run.baseline
+        text = f"{name}: {stats.ratio_text(row.speedup)} over {over}"
         cells = [
             cell
             for cell in self.summary.categories
@@ -239,10 +239,10 @@ class _Answers:
         return " ".join(said) or "All other configurations are slower than it."
 
     def _tied(self, best: Figures, other: Figures) -> bool:
-        pairs = side_by_side(self.summary.results, best.config.id, other.config.id)
-        ratio = stats.geometric_mean(
-            (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
-        )
+        speeds = best.values("tokens_per_second"), other.values("tokens_per_second")
+        pairs = speeds[0].merge(speeds[1], on=["prompt", "turn", "repeat"], suffixes=("", "_other"))
+        ratios = (pairs["value"] / pairs["value_other"]).to_numpy()
+        ratio = stats.geometric_mean(ratios, pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy())
         return stats.verdict(stats.widened(ratio) if best.provisional else ratio) == "cannot tell"
 
     def _details(
@@ -257,12 +257,12 @@ class _Answers:
         if prompts < most:
             yield f"It was measured on {prompts:.0f} of {most:.0f} prompts."
         if base:
-            yield f"It decodes at {_speed(best)}, {self.summary.over} at {_speed(base[0])}."
+            yield f"It decodes at {_speed(best)}, {self.summary.run.baseline} at {_speed(base[0])}."
         if not math.isnan(best.acceptance_rate.value):
             tokens, rate = best.tokens_per_step.value, best.acceptance_rate.value
             yield f"A step emits {tokens:.2f} tokens on average; {rate:.0%} of the drafted tokens are accepted."
         yield from _experts(best)
-        yield from self._same_outputs(best, None if best.is_server else self.summary.dtype)
+        yield from self._same_outputs(best, None if best.is_server else self.summary.run.target.dtype)
         fixed = [row for row in measured if _series(row) == _series(best)]
         if best.config.gamma is not None and len(fixed) > 1:
             longest, before = sorted(fixed, key=lambda row: -(row.config.gamma or 0))[:2]
@@ -270,7 +270,7 @@ class _Answers:
                 yield f"γ={best.config.gamma} is the longest draft measured, and the fastest: measure longer ones too."
         if top is not best:
             name, ratio = one_line(top.config.name), stats.ratio_text(top.speedup)
-            yield f"{name} measured {ratio}, but is not certain to be faster than {self.summary.over}."
+            yield f"{name} measured {ratio}, but is not certain to be faster than {self.summary.run.baseline}."
         if basis == "prompts" and len(measured) > 1:
             yield f"The best of {len(measured)} on these prompts is slightly flattered: expect a little less on others."
 

@@ -33,7 +33,7 @@ def notes(summary: Summary) -> list[str]:
     """Return the notes below a summary: over what the intervals are taken,
     and a note on each number that could be misread.
     """
-    out, rows, over = list[str](), summary.rows, summary.over
+    out, rows, over = list[str](), summary.rows, summary.run.baseline
     bases = {row.speedup.basis for row in rows}
     unit, one = ("groups of prompts", "group of prompts") if summary.side_by_side else ("prompts", "prompt")
     short = unit.split()[0]
@@ -75,7 +75,7 @@ def notes(summary: Summary) -> list[str]:
             out.append(f"{label}: no generation of its baseline to compare with.")
     for alike in differing.values():
         label = f"{alike[0].config.label}: " if len(alike) == 1 else f"{len(alike)} configurations: "
-        out.append(label + identity_text(alike, summary.dtype, over))
+        out.append(label + identity_text(alike, summary.run.target.dtype, over))
     if any(row.step_source == "bursts" for row in rows):
         out.append("~: estimated from bursts of tokens, because the server does not report what it accepted.")
     if any(not math.isnan(row.speedup_first.value) for row in rows):
@@ -327,7 +327,7 @@ def category_sheet(summary: Summary) -> Sheet:
         speedups = (math.nan if each is None else each.speedup.value for each in mine)
         values.append([overall.config.label, *speedups])
     said = [
-        f"Speedup over {summary.over}, geometric mean over the category's prompts, with its 95% interval; then"
+        f"Speedup over {summary.run.baseline}, geometric mean over the category's prompts, with its 95% interval; then"
         " tokens per step."
     ]
     if any(row.speedup.low is None for row in categories):
@@ -355,7 +355,8 @@ def service_sheets(summary: Summary) -> dict[str, Sheet]:
     within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in summary.limits.items())
     said = [
         f"The limits: {within}. Within: requests within all limits, which one that failed missed; goodput: such ones"
-        f" per second; goodput ×: over {summary.over}. Intervals are over groups of requests, or prompts decoded alone."
+        f" per second; goodput ×: over {summary.run.baseline}. Intervals are over groups of requests, or prompts decoded"
+        " alone."
     ]
     return _with_rows(
         {

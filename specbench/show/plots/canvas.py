@@ -438,7 +438,7 @@ def rows_of_speed(run: PlotData, rows: Sequence[Figures], title: str) -> Figure:
     """Return a figure with a line for each row: its decode speed, and its speedup."""
     places = np.arange(len(rows))
     body, both = panels(2, 0.55 + 0.24 * len(rows), sharey=True)
-    titles = ("decode speed (tokens/s)", f"speedup over {run.summary.over} (×)")
+    titles = ("decode speed (tokens/s)", f"speedup over {run.summary.run.baseline} (×)")
     for axes, name, label in zip(both, ("tokens_per_second", "speedup"), titles, strict=True):
         for place, row, value, low, high in zip(places, rows, *estimates(rows, name), strict=True):
             color, marker = run.mark(row.config)
@@ -449,7 +449,7 @@ def rows_of_speed(run: PlotData, rows: Sequence[Figures], title: str) -> Figure:
         axes.set_ylim(len(rows) - 0.5, -0.5)
         grid_lines(axes, "x")
     both[0].set_xlim(left=0)
-    draw_levels(both[1].axvline, {f"{short(run.summary.over, 20)} = 1": 1.0})
+    draw_levels(both[1].axvline, {f"{short(run.summary.run.baseline, 20)} = 1": 1.0})
     return finish(body, run, title, run.intervals)
 
 

@@ -57,7 +57,7 @@ def _series(run: PlotData, curve: Curve) -> Series:
 
 
 def _speedups(run: PlotData, series: Sequence[Series], load: str, title: str, *remarks: str) -> Figure:
-    over = short(run.summary.over, 20)
+    over = short(run.summary.run.baseline, 20)
     labels = (load, f"speedup over {over} (×)")
     return canvas.one_panel(run, series, "speedup", labels, {f"{over} = 1": 1.0}, title, *remarks)
 
