@@ -205,7 +205,7 @@ class TestCompare:
     def test_paired_by_prompt(self):
         """Prompts differ a thousandfold, A is always 10% faster: pairing sees it."""
         b = np.array([1.0, 10.0, 100.0, 1000.0])
-        result = compare(1.1 * b, list("abcd"), [0] * 4, b, list("abcd"), [0] * 4)
+        result = compare((1.1 * b, list("abcd"), [0] * 4), (b, list("abcd"), [0] * 4))
         assert result.value == pytest.approx(1.1)
         assert verdict(result) == "faster"
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specbench.base.errors import RunError, UsageError, unknown
+from specbench.base.errors import UsageError, unknown
 from specbench.base.textsafe import counted
-from specbench.cli.console import say, write_json, write_parts
+from specbench.cli.console import write_json, write_parts
 from specbench.cli.options import JsonOption
 from specbench.options import panel
 
@@ -61,23 +61,9 @@ def compare(
 
     compared = _comparison(sides, metric)
     if as_json:
-        write_json(to_json(compared, fail_below))
+        write_json(to_json(compared))
     else:
         write_parts(*comparison_parts(compared))
-    if fail_below is None:
-        return
-    unjudged = sum(row.ratio.basis != "prompts" for row in compared.overall)
-    if compared.disturbance:
-        say(f"{compared.disturbance} --fail-below does not judge.")
-    elif unjudged:
-        what = f"{unjudged} of {counted(len(compared.overall), 'ratio')} without an interval over prompts"
-        say(f"--fail-below does not judge {what}.")
-    below = compared.below(fail_below)
-    if below:
-        from specbench.results.stats import ratio_text
-
-        slow = "; ".join(f"{row.label}: {ratio_text(row.ratio)}" for row in below)
-        raise RunError(f"Ratios with the whole interval below {fail_below:g}: {slow}.")
 
 
 def _beside_published(run: str, file: Path, *, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -38,30 +39,87 @@ _OPTIONS = {"max_new_tokens": "new tokens", "ignore_eos": "ignore end tokens", "
 _WORDS = {"faster": "higher", "slower": "lower"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ComparedRow:
     """One configuration of A over its counterpart of B.
 
     Attributes:
+        configs: Both.
+        label: Their name or names.
         category: ``None`` for all prompts.
-        a, b: The figure of each, over the prompts that both have.
-        ratio: A over B; NaN without common prompts.
-        provisional: Whether a verdict rests on disturbed measurements, whose interval is wider.
+        kind: The figure.
+        values: ``Figures.values`` of both, of the prompts that both have.
+        one_by_one: Whether they were measured in turns: values are then paired by prompt, turn and repeat, otherwise
+            by prompt.
+        disturbed: Whether other programs disturbed what was timed: intervals of ratios are then wider.
     """
 
-    config_a: str
-    config_b: str
+    configs: tuple[Row, Row]
     label: str
     category: str | None
-    a: Estimate
-    b: Estimate
-    ratio: Estimate
-    provisional: bool = False
+    kind: Metric
+    values: tuple[pd.DataFrame, pd.DataFrame]
+    one_by_one: bool = False
+    disturbed: bool = False
+
+    @cached_property
+    def a(self) -> Estimate:
+        """The figure of A."""
+        return self._side(0)
+
+    @cached_property
+    def b(self) -> Estimate:
+        """The figure of B."""
+        return self._side(1)
+
+    @cached_property
+    def ratio(self) -> Estimate:
+        """A over B with its 95% interval."""
+        return self.ratio_at(stats.CONFIDENCE)
+
+    def ratio_at(self, confidence: float) -> Estimate:
+        """Return A over B with an interval of this coverage."""
+        if self.kind.sums is not None:
+            a, of_a, b, of_b, prompts = _arrays(self._pairs, "value_a", "of_a", "value_b", "of_b", "prompt")
+            return stats.pooled_speedup(a, of_a, b, of_b, prompts, confidence)
+        if self.one_by_one:
+            a, b, prompts, repeats = _arrays(self._pairs, "value_a", "value_b", "prompt", "repeat")
+            ratio = stats.geometric_mean(a / b, prompts, repeats, confidence)
+        else:
+            ours, theirs = (tuple(_arrays(side, "value", "prompt", "repeat")) for side in self.values)
+            ratio = stats.compare(ours, theirs, confidence)
+        return stats.widened(ratio) if self.disturbed else ratio
+
+    def _side(self, side: int) -> Estimate:
+        end = "ab"[side]
+        if self.kind.sums is not None:
+            return stats.pooled_rate(*_arrays(self._pairs, f"value_{end}", f"of_{end}", "prompt"))
+        if self.one_by_one:
+            return stats.geometric_mean(*_arrays(self._pairs, f"value_{end}", "prompt", "repeat"))
+        return stats.geometric_mean(*_arrays(self.values[side], "value", "prompt", "repeat"))
+
+    @cached_property
+    def _pairs(self) -> pd.DataFrame:
+        return self.values[0].merge(self.values[1], on=["prompt", "turn", "repeat"], suffixes=("_a", "_b"))
 
     @property
     def verdict(self) -> stats.Verdict:
         """Whether A is above or below B, according to the interval."""
         return stats.verdict(self.ratio)
+
+    @property
+    def provisional(self) -> bool:
+        """Whether the verdict rests on disturbed measurements."""
+        return self.disturbed and self.verdict != "cannot tell"
+
+    @property
+    def verdict_word(self) -> str:
+        """The verdict; of what is no speed, whether A is higher or lower."""
+        return self.verdict if self.kind.is_speed else _WORDS.get(self.verdict, self.verdict)
+
+
+def _arrays(rows: pd.DataFrame, *names: str) -> list[Any]:
+    return [rows[name].to_numpy() for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +131,6 @@ class Compared:
         metric: What is compared, one of ``COMPARED``.
         rows: For each configuration: a row for all prompts, then a row for each category if there are several.
         notes: Sentences that explain the table.
-        disturbance: Why verdicts are provisional; empty if they are not.
     """
 
     a: str
@@ -81,28 +138,11 @@ class Compared:
     metric: str
     rows: list[ComparedRow]
     notes: list[str]
-    disturbance: str = ""
 
     @property
     def overall(self) -> list[ComparedRow]:
         """The rows for all prompts."""
         return [row for row in self.rows if row.category is None]
-
-    def below(self, ratio: float) -> list[ComparedRow]:
-        """Return the rows for all prompts whose interval is wholly below
-        ``ratio``; none if measurements were disturbed.
-        """
-        return [
-            row
-            for row in self.overall
-            if row.ratio.basis == "prompts" and row.ratio.high is not None and row.ratio.high < ratio
-            if not self.disturbance
-        ]
-
-    def verdict_text(self, row: ComparedRow) -> str:
-        """Return a row's verdict; of what is no speed, whether A is higher or lower."""
-        verdict = row.verdict if _is_speed(METRICS[self.metric]) else _WORDS.get(row.verdict, row.verdict)
-        return stats.verdict_text(verdict, row.provisional)
 
 
 # --- Comparing ------------------------------------------------------------------------------------
@@ -122,154 +162,171 @@ def compare_runs(
     b: str | None = None,
     metric: str | None = None,
 ) -> Compared:
-    """Compare run A with run B: configurations matched by id, and paired by prompt.
+    """Compare run A with run B.
 
     Args:
-        results_a, results_b: The runs. Of one run ``a`` and ``b`` are compared, paired one by one.
+        results_a, results_b, a, b: See ``Matched``.
         names: Names of the runs.
-        a, b: Compare only configuration ``a`` of A with ``b`` of B; if only one of the two is given, it names both.
         metric: One of ``COMPARED``; ``None`` is tokens per second if both machines are of one kind, otherwise speedups.
 
     Raises:
-        UsageError: Both are the same run or configuration, their targets differ, they have no configuration, prompt or
-            finished generation in common, or ``metric`` is a speed and the machines differ.
+        UsageError: They have no configuration, prompt or finished generation in common, or cannot be compared.
     """
-    run_a, run_b = results_a.run, results_b.run
-    is_one_run = run_a.run_id == run_b.run_id
-    if is_one_run and (a is None or b is None):
-        raise UsageError(
-            "Both are the same run.", "Name two configurations of it: `specbench compare RUN:A RUN:B`."
-        )
-    if targets := _differing_targets(run_a, run_b):
-        raise UsageError(f"The targets differ ({targets}).", "Compare runs of one target.")
-    machines = _differing_machines(run_a, run_b)
-    metric = metric or ("speedup" if machines else "tokens_per_second")
-    kind = METRICS[metric]
-    if machines and kind.is_timed:
-        raise UsageError(
-            f"The runs were made on different machines ({machines}), so their speeds cannot be compared.",
-            "Compare speedups: --metric speedup.",
-        )
-    matches = _matched(run_a, run_b, a, b, kind)
-    summaries = Summary(results_a), Summary(results_b)
-    prompts, prompt_notes = _common_prompts(results_a, results_b)
-    rows: list[ComparedRow] = []
-    missing: list[str] = []
-    for match in matches:
-        label = one_line(match[0].label)
-        if match[1].label != match[0].label and not is_one_run:
-            label += f" / {one_line(match[1].label)}"
-        values = [
-            Figures(summary, config).values(metric) for summary, config in zip(summaries, match, strict=True)
-        ]
-        ours, theirs = (each[each["prompt"].isin(prompts)] for each in values)
-        found = list(_rows(match, label, ours, theirs, kind, is_one_run))
-        rows += found
-        missing += [] if found else [one_line(match[0].label)]
-    if not rows and is_one_run:
-        labels = " and ".join(one_line(config.label) for config in matches[0])
+    both = Matched(results_a, results_b, a=a, b=b)
+    kind = METRICS[metric or ("speedup" if both.machines else "tokens_per_second")]
+    matched = both.rows(kind)
+    rows = [part for row in matched for part in _with_categories(row)]
+    missing = [one_line(row.configs[0].label) for row in matched if row.values[0].empty]
+    if not rows and both.is_one_run:
+        labels = " and ".join(one_line(config.label) for config in matched[0].configs)
         raise UsageError(f"{labels} have no finished generation in common.", "Continue the sweep.")
     if not rows:
-        what = "prompt" if not prompts else "finished generation"
+        what = "finished generation" if both.prompts else "prompt"
         raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
+    if both.is_one_run:
+        names = matched[0].configs[0].label, matched[0].configs[1].label
+    names = one_line(names[0]), one_line(names[1])
+    why = both.disturbance(kind)
     notes = [
-        *_meaning_notes(kind, matches, is_one_run, machines, _baselines(run_a, run_b)),
-        *_difference_notes(run_a, run_b),
-        *prompt_notes,
+        *([why] if why else []),
+        *([stats.PROVISIONAL] if any(row.provisional for row in rows) else []),
+        *_meaning_notes(kind, matched, both),
+        *both.notes(matched, names),
+        *([f"No common finished generation: {listed(missing)}."] if missing else []),
+        *_interval_notes(rows),
     ]
-    if missing:
-        notes.append(f"No common finished generation: {listed(missing)}.")
-    for side, run in enumerate((run_a, run_b) if a is b is None else ()):
-        matched = {match[side].id for match in matches} | {config.baseline for config in run.configs}
-        if only := [one_line(config.label) for config in run.configs if config.id not in matched]:
-            notes.append(f"Only in {'AB'[side]} ({one_line(names[side])}): {listed(only)}.")
-    notes += _interval_notes(rows)
-    disturbance = results_a.disturbance
-    if is_one_run:
-        names = one_line(matches[0][0].label), one_line(matches[0][1].label)
-    else:
-        reasons = (("A", results_a.disturbance), ("B", results_b.disturbance))
-        disturbance = " ".join(f"{side}: {why}" for side, why in reasons if why)
-        names = one_line(names[0]), one_line(names[1])
-    if kind.sums is not None or not disturbance:
-        return Compared(*names, metric, rows, notes)
-    rows = [replace(row, ratio=stats.widened(row.ratio)) for row in rows]
-    rows = [replace(row, provisional=row.verdict != "cannot tell") for row in rows]
-    explained = [stats.PROVISIONAL] if any(row.provisional for row in rows) else []
-    return Compared(*names, metric, rows, [disturbance, *explained, *notes], disturbance)
+    return Compared(*names, kind.name, rows, notes)
 
 
-def _rows(
-    match: tuple[Row, Row], label: str, ours: pd.DataFrame, theirs: pd.DataFrame, kind: Metric, one_by_one: bool
-) -> Iterator[ComparedRow]:  # fmt: skip
-    """Yield a row for all prompts, then one for each category if there are several. Turns that only one side has
-    finished are left out.
-    """
-    turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
-    ours, theirs = ours.merge(turns), theirs.merge(turns)
+def _with_categories(row: ComparedRow) -> Iterator[ComparedRow]:
+    """Yield a row for all prompts, then one for each category if there are several; none without values."""
+    ours, theirs = row.values
     categories = ours["category"].unique()
-    for category in [None, *(categories if len(categories) > 1 else ())] if len(ours) else ():
-        mine = ours if category is None else ours[ours["category"] == category]
-        estimates = _estimates(mine, theirs[theirs["prompt"].isin(mine["prompt"])], kind, one_by_one)
-        shown = None if category is None else one_line(category)
-        yield ComparedRow(match[0].id, match[1].id, label, shown, *estimates)
+    if len(ours):
+        yield row
+    for category in categories if len(categories) > 1 else ():
+        mine = ours[ours["category"] == category]
+        values = mine, theirs[theirs["prompt"].isin(mine["prompt"])]
+        yield replace(row, category=one_line(category), values=values)
 
 
-def _estimates(
-    ours: pd.DataFrame, theirs: pd.DataFrame, kind: Metric, one_by_one: bool
-) -> tuple[Estimate, Estimate, Estimate]:
-    """Return A, B and A / B from ``Figures.values`` of the same prompts."""
-    if kind.sums is not None:
-        both = ours.merge(theirs, on="prompt", suffixes=("_a", "_b"))
-        a, of_a, b, of_b = (both[name].to_numpy() for name in ("value_a", "of_a", "value_b", "of_b"))
-        prompts = both["prompt"].to_numpy()
-        rates = [stats.pooled_rate(*sums, prompts) for sums in ((a, of_a), (b, of_b))]
-        return rates[0], rates[1], stats.pooled_speedup(a, of_a, b, of_b, prompts)
-    if one_by_one:
-        pairs = ours.merge(theirs, on=["prompt", "turn", "repeat"], suffixes=("_a", "_b"))
-        labels = pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
-        values = pairs["value_a"], pairs["value_b"], pairs["value_a"] / pairs["value_b"]
-        first, second, ratio = (stats.geometric_mean(each.to_numpy(), *labels) for each in values)
-        return first, second, ratio
-    sides = [[side[name].to_numpy() for name in ("value", "prompt", "repeat")] for side in (ours, theirs)]
-    return (
-        stats.geometric_mean(*sides[0]),
-        stats.geometric_mean(*sides[1]),
-        stats.compare(*sides[0], *sides[1]),
-    )
+class Matched:
+    """Two runs whose configurations and prompts are matched, or two configurations of one run.
+
+    Attributes:
+        runs: Both.
+        is_one_run: Whether they are one.
+        machines: How their machines differ; empty if they do not.
+        prompts: Ids of the prompts that both have with the same text; unknown texts count as equal.
+
+    Args:
+        results_a, results_b: The runs; of one run ``a`` and ``b`` are compared.
+        a, b: Compare only configuration ``a`` of A with ``b`` of B; if only one of the two is given, it names both.
+
+    Raises:
+        UsageError: Both are the same run, or their targets differ.
+    """
+
+    def __init__(
+        self, results_a: Results, results_b: Results, *, a: str | None = None, b: str | None = None
+    ) -> None:
+        self.runs = results_a.run, results_b.run
+        self.is_one_run = results_a.run.run_id == results_b.run.run_id
+        self._named = a or b, b or a
+        if self.is_one_run and (a is None or b is None):
+            raise UsageError(
+                "Both are the same run.", "Name two configurations of it: `specbench compare RUN:A RUN:B`."
+            )
+        if targets := _differing_targets(*self.runs):
+            raise UsageError(f"The targets differ ({targets}).", "Compare runs of one target.")
+        self.machines = _differing_machines(*self.runs)
+        self.prompts, self._prompt_notes = _common_prompts(results_a, results_b)
+        self._summaries = Summary(results_a), Summary(results_b)
+
+    @property
+    def baseline(self) -> str:
+        """The name of what speedups are over."""
+        a, b = (run.baseline for run in self.runs)
+        if a != b:
+            return f"the baseline ({a} / {b})"
+        return f"the {PLAIN}" if a == PLAIN else f"the server {a}"
+
+    def disturbance(self, kind: Metric) -> str:
+        """Return why verdicts on a figure are provisional; empty if they are not."""
+        results = [summary.results for summary in self._summaries]
+        if kind.sums is not None:
+            return ""
+        if self.is_one_run:
+            return results[0].disturbance
+        reasons = zip("AB", results, strict=True)
+        return " ".join(f"{side}: {each.disturbance}" for side, each in reasons if each.disturbance)
+
+    def rows(self, kind: Metric) -> list[ComparedRow]:
+        """Return a row for all prompts of each pair of configurations; its values are empty if no prompt finished in
+        both.
+
+        Raises:
+            UsageError: There is no such configuration, none in common, or the figure is a speed and the machines
+                differ.
+        """
+        if self.machines and kind.is_timed:
+            raise UsageError(
+                f"The runs were made on different machines ({self.machines}), so their speeds cannot be compared.",
+                "Compare speedups: --metric speedup.",
+            )
+        disturbed = bool(self.disturbance(kind))
+        found = []
+        for match in self._matches(kind):
+            labels = dict.fromkeys(one_line(config.label) for config in match[: 1 if self.is_one_run else 2])
+            values = [Figures(*side).values(kind.name) for side in zip(self._summaries, match, strict=True)]
+            ours, theirs = (side[side["prompt"].isin(self.prompts)] for side in values)
+            turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
+            common = ours.merge(turns), theirs.merge(turns)
+            label = " / ".join(labels)
+            found.append(ComparedRow(match, label, None, kind, common, self.is_one_run, disturbed))
+        return found
+
+    def _matches(self, kind: Metric) -> list[tuple[Row, Row]]:
+        def has_none(config: Row) -> bool:
+            return kind.is_speedup and config.id == config.baseline
+
+        (run_a, run_b), (a, b) = self.runs, self._named
+        if a is not None and b is not None:
+            places = ("this run", "this run") if self.is_one_run else ("run A", "run B")
+            pair = find_config(run_a, a, places[0]), find_config(run_b, b, places[1])
+            if self.is_one_run and pair[0].id == pair[1].id:
+                raise UsageError("A configuration is compared with itself.", "Name two configurations.")
+            if baseline := next(filter(has_none, pair), None):
+                label = one_line(baseline.label)
+                raise UsageError(
+                    f"{label} is the baseline, so it has no speedup.", "Name another configuration."
+                )
+            return [pair]
+        by_id = {config.id: config for config in run_b.configs}
+        found = [
+            (config, by_id[config.id])
+            for config in run_a.configs
+            if config.id in by_id and not has_none(config)
+        ]
+        if not found:
+            unless_baseline = " except the baseline" if kind.is_speedup else ""
+            raise UsageError(
+                f"The runs have no configuration in common{unless_baseline}.",
+                "Name one of each: `specbench compare RUN:A RUN:B`.",
+            )
+        return found
+
+    def notes(self, rows: Sequence[ComparedRow], names: tuple[str, str]) -> Iterator[str]:
+        """Yield how the runs differ in settings, versions, prompts and configurations."""
+        yield from _difference_notes(*self.runs)
+        yield from self._prompt_notes
+        for side, run in enumerate(self.runs if self._named == (None, None) else ()):
+            matched = {row.configs[side].id for row in rows} | {config.baseline for config in run.configs}
+            if only := [one_line(config.label) for config in run.configs if config.id not in matched]:
+                yield f"Only in {'AB'[side]} ({names[side]}): {listed(only)}."
 
 
 # --- What can be compared -------------------------------------------------------------------------
-
-
-def _matched(run_a: Run, run_b: Run, a: str | None, b: str | None, kind: Metric) -> list[tuple[Row, Row]]:
-    """Return the pairs of configurations that are compared."""
-
-    def has_none(config: Row) -> bool:
-        return kind.is_speedup and config.id == config.baseline
-
-    if a is not None or b is not None:
-        places = ("this run", "this run") if run_a.run_id == run_b.run_id else ("run A", "run B")
-        pair = find_config(run_a, str(a or b), places[0]), find_config(run_b, str(b or a), places[1])
-        if run_a.run_id == run_b.run_id and pair[0].id == pair[1].id:
-            raise UsageError("A configuration is compared with itself.", "Name two configurations.")
-        if baseline := next(filter(has_none, pair), None):
-            raise UsageError(
-                f"{one_line(baseline.label)} is the baseline, so it has no speedup.",
-                "Name another configuration.",
-            )
-        return [pair]
-    by_id = {config.id: config for config in run_b.configs}
-    found = [
-        (config, by_id[config.id]) for config in run_a.configs if config.id in by_id and not has_none(config)
-    ]
-    if not found:
-        unless_baseline = " except the baseline" if kind.is_speedup else ""
-        raise UsageError(
-            f"The runs have no configuration in common{unless_baseline}.",
-            "Name one of each: `specbench compare RUN:A RUN:B`.",
-        )
-    return found
 
 
 def _common_prompts(results_a: Results, results_b: Results) -> tuple[set[str], list[str]]:
@@ -321,41 +378,30 @@ def _differing_machines(run_a: Run, run_b: Run) -> str:
 # --- Notes ----------------------------------------------------------------------------------------
 
 
-def _baselines(run_a: Run, run_b: Run) -> str:
-    a, b = run_a.baseline, run_b.baseline
-    if a != b:
-        return f"the baseline ({a} / {b})"
-    return f"the {PLAIN}" if a == PLAIN else f"the server {a}"
-
-
-def _is_speed(kind: Metric) -> bool:
-    """Return whether more of a figure is faster."""
-    return kind.mean_of is not None and kind.form != "ms"
-
-
-def _meaning_notes(
-    kind: Metric, matches: Sequence[tuple[Row, Row]], is_one_run: bool, machines: str, baseline: str
-) -> Iterator[str]:
+def _meaning_notes(kind: Metric, rows: Sequence[ComparedRow], both: Matched) -> Iterator[str]:
     """Yield what the ratios are, and what is not in their intervals."""
     what = "decode tokens/s" if kind.name == "tokens_per_second" else kind.name
     mean = "geometric mean over the prompts" if kind.sums is None else "from the sums over the prompts"
-    more = "faster" if _is_speed(kind) else "higher"
-    if is_one_run:
+    more = "faster" if kind.is_speed else "higher"
+    if both.is_one_run:
         yield (
             f"A / B: {what} of A over those of B, {mean}; above 1, A is {more}. Both decoded each prompt back to back."
         )
     else:
-        what += f" over {baseline} of its own run," if kind.is_speedup else ""
+        what += f" over {both.baseline} of its own run," if kind.is_speedup else ""
         yield f"A / B: {what} of A over that of B, {mean} that both have; above 1, A is {more}."
-    in_batch = any(config.condition.batch is not None for match in matches for config in match)
+    in_batch = any(config.condition.batch is not None for row in rows for config in row.configs)
     if kind.name == "tokens_per_second" and in_batch:
         yield "With a batch, a request's tokens/s count from its arrival to its end, including TTFT and waiting."
-    if machines and kind.is_speedup:
-        yield f"The machines differ ({machines}), so only the speedups over {baseline} of each run are compared."
-    if kind.is_timed and not is_one_run:
+    if both.machines and kind.is_speedup:
+        yield (
+            f"The machines differ ({both.machines}), so only the speedups over {both.baseline} of each run are"
+            " compared."
+        )
+    if kind.is_timed and not both.is_one_run:
         yield (
             "The runs were not made at the same time: changes of the machine between them are in the ratios and not in"
-            f" their intervals. --metric speedup compares each with {baseline} of its own run instead."
+            f" their intervals. --metric speedup compares each with {both.baseline} of its own run instead."
         )
 
 
@@ -400,12 +446,12 @@ def _shown(value: Any) -> str:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def to_json(compared: Compared, fail_below: float | None = None) -> Json:
+def to_json(compared: Compared) -> Json:
     """Return a comparison as JSON data, with ``null`` for values without enough data."""
     rows = [
         {
-            "config_a": row.config_a,
-            "config_b": row.config_b,
+            "config_a": row.configs[0].id,
+            "config_b": row.configs[1].id,
             "label": row.label,
             "category": row.category,
             "prompts": row.ratio.prompts,
@@ -415,7 +461,7 @@ def to_json(compared: Compared, fail_below: float | None = None) -> Json:
                 for end, part in (("", "value"), ("_low", "low"), ("_high", "high"))
             },
             "basis": row.ratio.basis,
-            "verdict": compared.verdict_text(replace(row, provisional=False)),
+            "verdict": row.verdict_word,
             "provisional": row.provisional,
         }
         for row in compared.rows
@@ -429,6 +475,4 @@ def to_json(compared: Compared, fail_below: float | None = None) -> Json:
         "confidence": stats.CONFIDENCE,
         "rows": rows,
         "notes": compared.notes,
-        "fail_below": fail_below,
-        "below": [] if fail_below is None else [row.label for row in compared.below(fail_below)],
     }

@@ -84,6 +84,11 @@ class Metric:
         """Whether it depends on the machine."""
         return self.mean_of is not None and not self.is_speedup
 
+    @property
+    def is_speed(self) -> bool:
+        """Whether more of it is faster."""
+        return self.mean_of is not None and self.form != "ms"
+
     @overload
     def __get__(self, row: None, owner: type) -> Metric: ...
 

@@ -331,12 +331,9 @@ def widened(ratio: Estimate) -> Estimate:
 
 
 def compare(
-    values_a: ArrayLike,
-    prompts_a: Labels,
-    repeats_a: Labels,
-    values_b: ArrayLike,
-    prompts_b: Labels,
-    repeats_b: Labels,
+    a: tuple[ArrayLike, Labels, Labels],
+    b: tuple[ArrayLike, Labels, Labels],
+    confidence: float = CONFIDENCE,
 ) -> Estimate:
     """Return the ratio of A over B, paired by prompt, of values measured at different times, such as two runs.
 
@@ -344,18 +341,19 @@ def compare(
     the values must be speedups, each over the baseline of its own run.
 
     Args:
-        values_a, values_b: Positive speeds or speedups, shapes [values of A], [values of B]. Prompts that only one
-            of them has are left out.
-        prompts_a, prompts_b, repeats_a, repeats_b: The prompts and repeats of these values.
+        a, b: Positive speeds or speedups with their prompts and repeats, shape [values] each. Prompts that only one of
+            A and B has are left out.
+        confidence: Coverage of the interval.
     """
-    a, b = np.log(np.asarray(values_a, dtype=np.float64)), np.log(np.asarray(values_b, dtype=np.float64))
-    by_prompt_a = dict(zip(*nested_means(a, prompts_a, repeats_a), strict=True))
-    by_prompt_b = dict(zip(*nested_means(b, prompts_b, repeats_b), strict=True))
-    common = [prompt for prompt in by_prompt_a if prompt in by_prompt_b]
+    means = [
+        dict(zip(*nested_means(np.log(np.asarray(values, dtype=np.float64)), prompts, repeats), strict=True))
+        for values, prompts, repeats in (a, b)
+    ]
+    common = [prompt for prompt in means[0] if prompt in means[1]]
     if not common:
         return Estimate(math.nan, None, None, 0, None)
-    differences = np.array([by_prompt_a[prompt] - by_prompt_b[prompt] for prompt in common])
-    interval = mean_interval(differences)
+    differences = np.array([means[0][prompt] - means[1][prompt] for prompt in common])
+    interval = mean_interval(differences, confidence)
     return _exponential(float(differences.mean()), interval, len(common), "prompts")
 
 

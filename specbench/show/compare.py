@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from specbench.results import stats
 from specbench.results.metrics import METRICS
 from specbench.show.document import Heading, Items, Paragraph, Part, Sheet
 from specbench.show.tables import Column, table
@@ -30,8 +31,7 @@ def comparison_parts(compared: Compared) -> Iterator[Part]:
     if len(overall) > 1 or not categories:
         yield _sheet(compared, overall, "label")
     for row in overall if categories else ():
-        pair = row.config_a, row.config_b
-        mine = [each for each in compared.rows if (each.config_a, each.config_b) == pair]
+        mine = [each for each in compared.rows if each.configs == row.configs]
         if len(overall) == 1:
             yield _sheet(compared, mine, "category")
         elif len(mine) > 1:
@@ -76,7 +76,7 @@ def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label",
             [
                 "all" if row.category is None and of == "category" else cells[0],
                 *cells[1:],
-                compared.verdict_text(row),
+                stats.verdict_text(row.verdict_word, row.provisional),
             ]
             for cells, row in zip(sheet.rows, rows, strict=True)
         ],

@@ -355,8 +355,8 @@ def service_sheets(summary: Summary) -> dict[str, Sheet]:
     within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in summary.limits.items())
     said = [
         f"The limits: {within}. Within: requests within all limits, which one that failed missed; goodput: such ones"
-        f" per second; goodput ×: over {summary.run.baseline}. Intervals are over groups of requests, or prompts decoded"
-        " alone."
+        f" per second; goodput ×: over {summary.run.baseline}. Intervals are over groups of requests, or prompts"
+        " decoded alone."
     ]
     return _with_rows(
         {
