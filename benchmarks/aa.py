@@ -5,7 +5,7 @@
     python benchmarks/aa.py --resume aa.jsonl --minutes 6     # in parts: repeat until done
 
 Each sweep decodes 8 new prompts × 32 tokens × 3 repeats with four configurations: plain decoding, X, X again under
-another id, and X with a pause that makes each step 10% longer. `Session` measures and `compare_configs` judges, as
+another id, and X with a pause that makes each step 10% longer. `Session` measures and `compare_runs` judges, as
 `specbench compare` does. Goals: the 95% interval of X against itself covers 1 in at least 17 of 20 sweeps, and the
 slowed X is called slower in at least 18. Prints one line of JSON at the end; exit code 1 if a goal is missed, 3 if
 sweeps are left.
@@ -39,8 +39,8 @@ from specbench.bench.session import Session
 from specbench.models.prepare import LoadedDrafter
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
-from specbench.results.compare import compare_configs
-from specbench.results.lines import CostLine, Generation
+from specbench.results.compare import compare_runs
+from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.stats import ratio_text, verdict
 from specbench.results.store import RunStore
@@ -50,7 +50,6 @@ from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.policies import parse_policy
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.parity import Difference
     from specbench.decoding.drafts import Draft, StepOutcome
     from specbench.decoding.protocols import Decoding, Drafter
 
@@ -99,24 +98,11 @@ class WithoutCosts:
     def __init__(self, engine: BenchEngine) -> None:
         self.engine = engine
 
-    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
-        return self.engine.encode(prompt, answers)
-
-    def count_tokens(self, prompt: Prompt) -> int:
-        return self.engine.count_tokens(prompt)
-
-    def generate(
-        self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
-    ) -> Generation:
-        return self.engine.generate(config, prompt, decoding, seed=seed)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def measure_costs(self, *_: object) -> list[CostLine]:
         raise RunError("No single passes are timed here.")
-
-    def difference(
-        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
-    ) -> Difference | None:
-        return self.engine.difference(prompt, tokens, plain, decoding)
 
 
 def make_sweep(number: int, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> Sweep:
@@ -156,7 +142,6 @@ def run_one(
     target: dict[str, Any],
     folder: Path,
     until: float = math.inf,
-    judged: Sequence[str] = (ITSELF, SLOWED),
 ) -> dict[str, Any]:
     """Run one sweep, or the rest of it, and judge it.
 
@@ -166,30 +151,25 @@ def run_one(
         target: The field ``target`` of ``run.json``.
         folder: Where its results go; what is there already is not measured again, but for what failed.
         until: When to stop, on the clock of ``time.monotonic``; what is measured by then stays in the folder.
-        judged: Configurations that are compared with X.
 
     Returns:
-        For each of these: ``ratio, low, high, verdict``; the number of ``failed`` generations, and ``warnings``.
+        For X again and X slowed: ``ratio, low, high, verdict``; the number of ``failed`` generations, and ``warnings``.
 
     Raises:
         TimeUpError: It has to stop.
     """
-
-    if RunStore.exists(folder):
-        store = RunStore.open(folder)
-    else:
-        run = describe_run(sweep, target, {})
-        store = RunStore.create(folder, run)
-    with store:
-        measuring = Session(sweep, store, WithoutCosts(engine))
+    run = describe_run(sweep, target, {})
+    with RunStore.open(folder) if RunStore.exists(folder) else RunStore.create(folder, run) as store:
+        without_costs: Any = WithoutCosts(engine)
+        measuring = Session(sweep, store, without_costs)
         for _ in measuring.run():
             if time.monotonic() > until:
                 raise TimeUpError
     results = load_results(folder)
     part: dict[str, Any] = {"failed": int((results.generations["status"] == "failed").sum())}
     ids = {config.drafter: config.id for config in sweep.configs}
-    for name in judged:
-        row = compare_configs(results, ids[name], ids[X]).overall[0]
+    for name in (ITSELF, SLOWED):
+        row = compare_runs(results, results, a=ids[name], b=ids[X]).overall[0]
         part[name] = {
             "ratio": row.ratio.value,
             "low": row.ratio.low,
@@ -205,8 +185,7 @@ def line_of(number: int, part: Mapping[str, Any]) -> str:
     itself = _estimate(part[ITSELF])
     covers = "MISSES 1" if itself.overlaps(1.0) is False else "covers 1"
     line = f"{number + 1:3}  itself {ratio_text(itself):26} {covers:9}"
-    if SLOWED in part:
-        line += f" slowed {ratio_text(_estimate(part[SLOWED])):26} {part[SLOWED]['verdict']:12}"
+    line += f" slowed {ratio_text(_estimate(part[SLOWED])):26} {part[SLOWED]['verdict']:12}"
     return (line + " ".join(part["warnings"])).rstrip()
 
 
@@ -217,16 +196,6 @@ def _estimate(judged: Mapping[str, Any]) -> Estimate:
 def summary(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of all sweeps."""
     slowed = [part[SLOWED] for part in parts]
-    return {
-        **coverage(parts),
-        "slower": sum(each["verdict"] == "slower" for each in slowed),
-        "slowed_called_faster": sum(each["verdict"] == "faster" for each in slowed),
-        "mean_slowed": _mean_ratio(slowed),
-    }
-
-
-def coverage(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what all sweeps say of X over itself."""
     itself = [part[ITSELF] for part in parts]
     # One that is too wide to be given has no ends.
     widths = sorted(math.inf if each["low"] is None else each["high"] / each["low"] for each in itself)
@@ -237,6 +206,9 @@ def coverage(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "mean_itself": _mean_ratio(itself),
         "median_width": round(median, 4) if math.isfinite(median) else None,
         "failed_generations": sum(part["failed"] for part in parts),
+        "slower": sum(each["verdict"] == "slower" for each in slowed),
+        "slowed_called_faster": sum(each["verdict"] == "faster" for each in slowed),
+        "mean_slowed": _mean_ratio(slowed),
     }
 
 

@@ -1,6 +1,7 @@
 """Simulate how often the 95% intervals of specbench.results.stats cover the truth.
 
     python benchmarks/interval_coverage.py [--trials 40000] [--seed 0] [--stored results/]
+    python benchmarks/interval_coverage.py --trials 500 --gates results/smollm2-135m
 
 Values stand for mean log speedups of prompts, from normal, heavy-tailed and skewed families (to both sides). A
 sweep's interval ("used") is compared with Student's t. A/A is the normal family: its misses are false verdicts. The
@@ -21,18 +22,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats as distributions
 
 from specbench.bench.stopping import looks
+from specbench.results.compare import ComparedRow
+from specbench.results.gate import decide
+from specbench.results.metrics import METRICS, Figures
 from specbench.results.pairs import paired_generations
 from specbench.results.results import load_results
-from specbench.results.stats import AT_EVERY_LOOK, mean_intervals, nested_means, pooled_speedup
+from specbench.results.stats import AT_EVERY_LOOK, mean_intervals, nested_means
+from specbench.results.summary import Summary
 
 Floats = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Floats]
@@ -99,24 +107,6 @@ def judge(samples: Floats) -> dict[str, float]:
         "width": float((high - low).mean() / (2.0 * half.mean())),
         "median_width": float(np.median(wider)),
     }
-
-
-def pooled(draw: Draw, prompts: int, trials: int, rng: np.random.Generator) -> float:
-    """Return the coverage for the pooled speedup, with different output lengths and slower long outputs."""
-
-    def runs(count: int) -> tuple[Floats, Floats, Floats]:
-        tokens = np.maximum(8.0, np.exp(4.0 + 0.5 * rng.standard_normal(count)))
-        base = tokens * np.exp(0.1 * rng.standard_normal(count))
-        faster = 0.3 - 0.1 * np.log(tokens / 55.0) + 0.25 * draw(rng, (count,))
-        return tokens, base, base * np.exp(-faster)
-
-    tokens, base, ours = runs(2_000_000)
-    truth = float(base.sum() / ours.sum())  # of numpy's, comparisons are numpy's own False
-    covered = 0
-    for _ in range(trials):
-        tokens, base, ours = runs(prompts)
-        covered += pooled_speedup(tokens, ours, tokens, base, np.arange(prompts)).overlaps(truth) is not False
-    return covered / trials
 
 
 def drifting(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -205,6 +195,48 @@ def stored_logs(folder: Path) -> dict[str, Floats]:
     return found
 
 
+EFFECTS = ((0.0,) * 4, (0.03, 0.0, 0.0, 0.0), (0.03,) * 4, (0.05, 0.0, 0.0, 0.0), (0.1, 0.0, 0.0, 0.0))
+"""By how much each of the four rows of a gate is worse."""
+SAID = ("worse", "cannot tell", "not worse")
+
+
+def simulate_gates(run: Path, metric: str, trials: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Print and return what gates of four rows with ``--worse-than 3%`` say.
+
+    Prompts are drawn from a stored run. The noise of a speedup is what the times of a prompt's steps scatter, with and
+    without drafts, on both sides. Of acceptance the new side loses accepted tokens by chance.
+    """
+    plain, *others = Summary(load_results(run)).rows
+    kind, rows = METRICS[metric], [row.values(metric) for row in others]
+    noise = [np.sqrt(2.0 * (_scatter(plain) ** 2 + _scatter(row) ** 2)) for row in others]
+    noise = [each[row["prompt"]].to_numpy() for each, row in zip(noise, rows, strict=True)]
+    found = []
+    for prompts, effects in product((12, 24, 48), EFFECTS):
+        said = Counter[str]()
+        for _ in range(trials):
+            drawn, outcomes = rng.integers(0, len(rows[0]), prompts), set()
+            for place, effect in zip(rng.integers(0, len(rows), 4), effects, strict=True):
+                old = rows[place].iloc[drawn].assign(prompt=np.arange(prompts))
+                if kind.sums is None:
+                    values = old["value"] * (1 - effect) * np.exp(rng.normal(0.0, noise[place][drawn]))
+                else:
+                    values = rng.binomial(old["value"].astype(int), 1 - effect)
+                row = ComparedRow((), "", None, kind, (old.assign(value=values), old))  # type: ignore[arg-type]
+                outcomes.add(decide(row, 0.03, 4)[1])
+            said[next(name for name in SAID if name in outcomes)] += 1
+        found.append({"metric": metric, "prompts": prompts, "effects": effects, **said})
+        shares = " ".join(f"{100 * said[name] / trials:11.1f}" for name in SAID)
+        worse_by = " / ".join(f"{effect:.0%}" for effect in effects)
+        print(f"{metric:16} {prompts:7} {worse_by:20} {shares}", flush=True)
+    return found
+
+
+def _scatter(row: Figures) -> pd.Series[float]:
+    """Return by prompt the standard error of the time of its steps, as a share."""
+    times = row.steps.groupby(row.steps["output"].map(row.done["prompt"]))["total_s"]
+    return times.std() / times.mean() / np.sqrt(times.size())
+
+
 def show(name: str, prompts: int, row: dict[str, float]) -> None:
     shares = " ".join(f"{100 * row[each]:6.1f}" for each in ("used", "below", "above", "t"))
     print(f"{name:32} {prompts:7} {shares} {row['width']:6.2f} {row['median_width']:6.2f}", flush=True)
@@ -216,8 +248,15 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stored", type=Path, metavar="FOLDER")
+    parser.add_argument("--gates", type=Path, metavar="RUN", help="simulate only `compare --worse-than 3%%`")
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
+    if options.gates is not None:
+        print(f"{'gates of 4 rows':16} prompts {'worse by':20} {' '.join(f'{each:>11}' for each in SAID)}")
+        names = ("speedup", "acceptance_rate")
+        gates = [simulate_gates(options.gates, name, options.trials, rng) for name in names]
+        print(json.dumps({"benchmark": "interval_coverage", "gates": gates}))
+        return 0
 
     heading = f"{'family':32} prompts   used  below  above      t  width median"
     print(
@@ -231,17 +270,6 @@ def main() -> int:
             row = judge(draw(rng, (options.trials, prompts)))
             rows.append({"family": family, "prompts": prompts, "claimed": family in CLAIMED, **row})
             show(family, prompts, row)
-
-    few = max(1, options.trials // 20)
-    print(f"\n{'pooled speedup':32} prompts   used")
-    pools = []
-    for family, draw in CLAIMED.items():
-        if "Student" in family:  # its exponential has no mean, so there is no truth to hold
-            continue
-        for prompts in PROMPTS[:3]:
-            coverage = pooled(draw, prompts, few, rng)
-            pools.append({"family": family, "prompts": prompts, "used": coverage})
-            print(f"{family:32} {prompts:7} {100 * coverage:6.1f}", flush=True)
 
     at_looks = simulate_looks(max(4, options.trials // 4), rng)
 
@@ -272,7 +300,7 @@ def main() -> int:
         "lowest": lowest,
         "lowest_together": together,
     }
-    found = {"rows": rows, "pooled": pools, "looks": at_looks, "stored": stored}
+    found = {"rows": rows, "looks": at_looks, "stored": stored}
     print(json.dumps({**result, "holds": holds, **found}))
     return 0 if holds else 1
 

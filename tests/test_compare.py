@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+import typer
 from rich.console import Console
-from stored_runs import PLAIN, PROMPTS, times, write_exact
+from stored_runs import PLAIN, PROMPTS, change_lines, change_run, times, write_exact
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import UsageError
 from specbench.cli.compare import compare as command
 from specbench.cli.named_runs import named_runs
 from specbench.results import stats
-from specbench.results.compare import Compared, ComparedRow, compare_configs, compare_runs, to_json
-from specbench.results.results import load_results
-from specbench.show.compare import comparison_parts
+from specbench.results.compare import Compared, ComparedRow, Matched, compare_runs, to_json
+from specbench.results.gate import WORDS, judge, outcome
+from specbench.results.metrics import METRICS
+from specbench.results.results import Results, load_results
+from specbench.show.compare import comparison_parts, to_junit
 from specbench.show.document import show
 
 
@@ -28,6 +35,10 @@ def runs(
     a = write_exact(path / "a", speeds_a, **options_a)
     b = write_exact(path / "b", speeds_b, **(options_b or {}))
     return load_results(a), load_results(b)
+
+
+def compare_configs(results: Results, a: str, b: str, metric: str | None = None) -> Compared:
+    return compare_runs(results, results, a=a, b=b, metric=metric)
 
 
 def overall(compared: Compared) -> dict[str, ComparedRow]:
@@ -53,7 +64,12 @@ def test_configurations_are_paired_generation_by_generation(tmp_path):
     assert row.ratio.value == pytest.approx(math.exp(sum(map(math.log, ratios)) / 6))
     low, high = stats.mean_interval([math.log(ratio) for ratio in ratios]) or (0.0, 0.0)
     assert (row.ratio.low, row.ratio.high) == pytest.approx((math.exp(low), math.exp(high)))
-    assert (row.verdict, row.ratio.prompts, row.config_a, row.config_b) == ("faster", 6, "d@1", "d@2")
+    assert (row.verdict, row.ratio.prompts, *(config.id for config in row.configs)) == (
+        "faster",
+        6,
+        "d@1",
+        "d@2",
+    )
     assert row.b.value == pytest.approx(math.sqrt(50))
 
 
@@ -78,7 +94,7 @@ def test_one_prompt_gives_no_verdict(tmp_path):
     assert stats.ratio_text(row.ratio).endswith("]*")
 
 
-def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys):
+def test_a_busy_machine_gives_provisional_verdicts(tmp_path):
     speeds = {"plain": PLAIN, "d@1": times(0.5)}
     busy = write_exact(tmp_path / "busy", speeds, disturbed=("machine-busy",))
     quiet = write_exact(tmp_path / "quiet", {"plain": PLAIN, "d@1": times(2.0)}, disturbed=("stopped",))
@@ -93,8 +109,6 @@ def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys):
         ("plain", "cannot tell", False),
         ("d γ=1", "slower", True),
     }
-    command([f"{busy}:d@1", f"{busy}:plain"], fail_below=0.95)
-    assert "--fail-below does not judge" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -128,7 +142,7 @@ def test_any_rate_can_be_compared_and_is_that_of_the_table(tmp_path, metric, a, 
     row = compare_configs(df, "d@1", "d@2" if math.isnan(b) else "plain", metric).overall[0]
     table = df.table().set_index("config")[metric]
     assert row.a.value == pytest.approx(a) == pytest.approx(table["d@1"])
-    assert row.ratio.value == pytest.approx(table["d@1"] / table[row.config_b])
+    assert row.ratio.value == pytest.approx(table["d@1"] / table[row.configs[1].id])
 
 
 # --- Two runs -------------------------------------------------------------------------------------
@@ -138,7 +152,7 @@ def test_runs_of_one_machine_are_compared_in_speed(tmp_path):
     pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0, 0.0)})
     compared = compare_runs(*pair, ("new", "old"))
     rows = overall(compared)
-    assert (compared.a, compared.b, compared.metric) == ("new", "old", "tokens_per_second")
+    assert (compared.names, compared.metrics) == (("new", "old"), [METRICS["tokens_per_second"]])
     assert rows["d γ=1"].ratio.value == pytest.approx(0.9)
     assert rows["d γ=1"].a.value == pytest.approx(18.0)
     assert rows["d γ=1"].verdict == "slower"
@@ -161,7 +175,7 @@ def test_runs_of_two_machines_are_compared_in_ratios_to_their_baselines(tmp_path
         {"environment": other},
     )
     compared = compare_runs(*pair)
-    assert compared.metric == "speedup"
+    assert compared.metrics == [METRICS["speedup"]]
     (row,) = compared.overall
     assert row.label == "d γ=1"
     assert (row.ratio.value, row.a.value, row.b.value) == pytest.approx((1.1, 2.2, 2.0))
@@ -178,7 +192,7 @@ def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_p
         {"environment": {"ram_gb": 16.3, "torch": "2.1", "threads": 1}, "max_new_tokens": 99},
     )
     compared = compare_runs(*pair)
-    assert compared.metric == "tokens_per_second"
+    assert compared.metrics == [METRICS["tokens_per_second"]]
     assert "torch: 2.0 / 2.1; threads: 2 / 1" in " ".join(compared.notes)
 
 
@@ -263,30 +277,108 @@ def test_failed_generations_count_nowhere(tmp_path):
     assert "No common finished generation: d γ=1." in compared.notes
 
 
-# --- Failing below a ratio --------------------------------------------------------------------------
+# --- A gate -----------------------------------------------------------------------------------------
+
+EVERY = ["tokens_per_second", "speedup", "ttft_s", "tokens_per_step", "acceptance_rate"]
 
 
-def row_with(
-    low: float | None, high: float | None, basis: Any = "prompts", category: str | None = None
-) -> ComparedRow:
-    ratio = stats.Estimate(0.9, low, high, 5, basis)
-    speed = stats.Estimate(1.0, None, None, 5, None)
-    return ComparedRow("c", "c", "c", category, speed, speed, ratio, stats.verdict(ratio))
+def judged(
+    new: Path, baseline: Path, metrics: Sequence[str] = EVERY, worse_than: float = 0.03, **rows: str
+) -> Compared:
+    both = Matched(load_results(new), load_results(baseline), words=WORDS, **rows)
+    return judge(both, metrics, worse_than, ("new", "baseline"))
+
+
+def outcomes(gate: Compared) -> dict[tuple[str, str], str]:
+    return {(row.label, row.kind.name): row.outcome for row in gate.rows}
+
+
+def test_a_gate_tells_worse_from_not_worse_and_both_from_not_known(tmp_path):
+    baseline = write_exact(tmp_path / "old", {"plain": PLAIN, "d@1": times(2.0), "d@2": times(2.0)})
+    new = {"plain": PLAIN, "d@1": times(1.8), "d@2": times(1.94, 0.05)}
+    new_run = write_exact(tmp_path / "new", new)
+    gate = judged(new_run, baseline)
+    assert outcomes(gate) == {
+        ("plain", "tokens_per_second"): "not worse",
+        ("d γ=1", "tokens_per_second"): "worse",
+        ("d γ=2", "tokens_per_second"): "cannot tell",
+        ("d γ=1", "speedup"): "worse",
+        ("d γ=2", "speedup"): "cannot tell",
+        **{(label, "ttft_s"): "not worse" for label in ("plain", "d γ=1", "d γ=2")},
+        **{(label, "tokens_per_step"): "not worse" for label in ("plain", "d γ=1", "d γ=2")},
+        **{(label, "acceptance_rate"): "not worse" for label in ("d γ=1", "d γ=2")},
+    }  # plain decoding accepts nothing
+    assert outcome(gate) == "worse"
+    assert outcome(judged(new_run, baseline, ["speedup"], 0.2)) == "not worse"
+    unclear = judged(new_run, baseline, ["speedup"], a="d@2", b="d@2")
+    assert (outcome(unclear), "measure more prompts" in shown(unclear)) == ("cannot tell", True)
+    # The bound behind "worse" is corrected for the number of rows and figures, that behind "not worse" is not.
+    (alone,) = judged(new_run, baseline, ["speedup"], a="d@1", b="d@1").rows
+    among = next(row for row in gate.rows if (row.label, row.kind.name) == ("d γ=1", "speedup"))
+    assert among.ratio.low == alone.ratio.low == alone.ratio_at(0.9).low
+    assert among.ratio.high == alone.ratio_at(1 - 0.1 / len(gate.rows)).high > alone.ratio.high
+    # Of times, more is worse.
+    slow = change_lines(copy_of(new_run, tmp_path / "slow"), lambda line: {"ttft_s": 1.1 * line["ttft_s"]})
+    assert set(outcomes(judged(slow, baseline, ["ttft_s"])).values()) == {"worse"}
+    # Configurations of one run are paired one by one.
+    both = Matched(load_results(new_run), load_results(new_run), a="d@1", b="d@2", words=WORDS)
+    assert judge(both, ["speedup"], 0.03, ("r", "r")).names == ("d γ=1", "d γ=2")
+
+
+def copy_of(run: Path, to: Path) -> Path:
+    shutil.copytree(run, to)
+    return change_lines(change_run(to, run_id=to.name), lambda line: {"run_id": to.name})
+
+
+@pytest.mark.parametrize(("config", "prompts"), [("d@1", 4), ("d@1,t=1", 6)])
+def test_a_gate_compares_acceptance_of_equal_greedy_outputs_also_on_a_busy_machine(tmp_path, config, prompts):
+    speeds = {"plain": PLAIN, config: times(2.0)}
+    baseline = write_exact(tmp_path / "old", speeds)
+    busy = write_exact(tmp_path / "busy", speeds, disturbed=("machine-busy",))
+
+    def spoilt(line: dict[str, Any]) -> dict[str, Any]:
+        if line["prompt"] not in ("chat-01", "code-01") or line["config"] != config:
+            return {}
+        steps = line["steps"]
+        accepted = {"accepted": [0] * len(steps["accepted"])}
+        return {"token_ids": line["token_ids"][::-1], "steps": steps | accepted}
+
+    change_lines(busy, spoilt)
+    gate = judged(busy, baseline, ["acceptance_rate", "tokens_per_second"], a=config, b=config)
+    greedy = prompts == 4
+    assert [row.outcome for row in gate.rows] == ["not worse" if greedy else "cannot tell", "cannot tell"]
+    assert [row.ratio.prompts for row in gate.rows] == [prompts, 6]
+    assert ("2 prompts left out at least once" in " ".join(gate.notes)) == greedy
+    assert "other programs used the processor" in shown(gate)
+
+
+def suite_of(junit: bytes) -> ElementTree.Element:
+    (suite,) = ElementTree.fromstring(junit)  # noqa: S314, our own
+    return suite
 
 
 @pytest.mark.parametrize(
-    ("row", "fails"),
+    ("new", "old", "why"),
     [
-        (row_with(0.88, 0.94), True),
-        (row_with(0.88, 0.95), False),
-        (row_with(0.88, 0.96), False),
-        (row_with(0.88, 0.94, "repeats"), False),
-        (row_with(None, None, None), False),
-        (row_with(0.88, 0.94, category="chat"), False),
+        ({"chat-01": [20.0, 20.1]}, {"chat-01": [20.0, 20.1]}, "1 prompt, too few"),
+        (times(2.0) | {"chat-01": [None]}, times(2.0), "1 prompt of the baseline failed"),
+        (times(2.0), times(2.0) | {"chat-01": [None]}, ""),  # the new one cannot be worse there
+        ({prompt: [None] for prompt in PROMPTS}, times(2.0), "6 prompts of the baseline failed"),
+        ({"else-01": [20.0]}, times(2.0), "no output of both to compare"),
     ],
 )
-def test_only_an_interval_over_prompts_wholly_below_fails(row, fails):
-    assert bool(Compared("a", "b", "speed", [row], []).below(0.95)) is fails
+def test_a_gate_says_nothing_that_was_not_measured(tmp_path, new, old, why):
+    paths = (write_exact(tmp_path / name, {"d@1": speeds}) for name, speeds in (("new", new), ("old", old)))
+    gate = judged(*paths, ["tokens_per_second", "tokens_per_step"])
+    expected = "cannot tell" if why else "not worse"
+    assert set(outcomes(gate).values()) == {expected, outcome(gate)}
+    assert {row.why for row in gate.rows} == {why}
+    assert why in shown(gate)
+    rows = json.loads(json.dumps(to_json(gate), allow_nan=False))["rows"]
+    assert [(row["verdict"], row["why"]) for row in rows] == 2 * [(expected, why)]
+    suite = suite_of(to_junit(gate))
+    assert suite.attrib["skipped"] == ("2" if why else "0")
+    assert all(f": cannot tell, {why}" in skip.attrib["message"] for skip in suite.iter("skipped"))
 
 
 # --- Text -----------------------------------------------------------------------------------------
@@ -310,7 +402,7 @@ def test_ratios_stand_with_their_intervals(ratio, text):
 
 def test_every_field_of_the_json_is_documented(tmp_path):
     df = load_results(write_exact(tmp_path / "run", {"plain": PLAIN, "d@1": times(1.2)}))
-    data = to_json(compare_configs(df, "d@1", "plain"), 0.9)
+    data = to_json(compare_configs(df, "d@1", "plain"))
     text = (Path(__file__).parents[1] / "docs" / "results-format.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"`(\w+)`", text.partition("compare --json")[2]))
     assert {*data, *data["rows"][0]} <= documented
@@ -326,14 +418,28 @@ def folders(tmp_path) -> list[str]:
     return [str(a), str(b)]
 
 
-def test_fail_below_decides_the_exit_code(folders, capsys):
-    command(folders, fail_below=0.85)
-    with pytest.raises(
-        RunError, match=r"^Ratios with the whole interval below 0.95: d γ=1: 0.90× \["
-    ) as caught:
-        command(folders, fail_below=0.95, as_json=True)
+@pytest.mark.smoke
+def test_a_gate_decides_the_exit_code_and_writes_junit(folders, tmp_path, capsys):
+    new, old = folders
+    file = tmp_path / "gate.xml"
+    with pytest.raises(typer.Exit) as caught:
+        command([old, new], metric="speedup, tokens_per_step", worse_than="3%", junit=file)
     assert caught.value.exit_code == 1
-    assert '"below": ["d' in capsys.readouterr().out
+    assert "0.90 [" in capsys.readouterr().out
+    suite = suite_of(file.read_bytes())
+    assert suite.attrib == {
+        "name": "specbench compare old new --worse-than 3%", "tests": "3", "failures": "1", "skipped": "0",
+    }  # fmt: skip
+    cases = {tuple(case.attrib.values()): [part.attrib["message"] for part in case] for case in suite}
+    (message,) = cases.pop(("d γ=1", "speedup"))
+    assert re.fullmatch(r"0\.90× \[.*\] the baseline's: worse", message)
+    assert cases == {("plain", "tokens_per_step"): [], ("d γ=1", "tokens_per_step"): []}
+    wide = write_exact(tmp_path / "wide", {"d@1": times(1.94, 0.05)})
+    command([new, old], metric="speedup", worse_than="3%", as_json=True)  # the other way round it is faster
+    assert {row["verdict"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"not worse"}
+    with pytest.raises(typer.Exit) as caught:
+        command([old, str(wide)], worse_than="3%")
+    assert caught.value.exit_code == 3
 
 
 @pytest.mark.smoke
@@ -372,8 +478,11 @@ def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(
         ),
         ({"sides": ["new", "old", "old"]}, "3 sides given"),
         ({"sides": ["new", "nowhere"]}, "it does not exist"),
-        ({"sides": ["new", "old"], "fail_below": 0.0}, "--fail-below is 0"),
-        ({"sides": ["new", "old"], "fail_below": math.nan}, "--fail-below is nan"),
+        ({"sides": ["new", "old"], "worse_than": "3"}, "--worse-than is '3'. Give a share such as 5%"),
+        ({"sides": ["new", "old"], "worse_than": "70%"}, "--worse-than is 70%. Give 0.5% to 50%"),
+        ({"sides": ["new", "old"], "junit": Path("x.xml")}, "--junit writes judgments. Add --worse-than"),
+        ({"sides": ["new", "old"], "metric": "speedup,alpha"}, "judged, not compared. Add --worse-than"),
+        ({"sides": ["new", "old"], "worse_than": "3%", "junit": Path("no/x.xml")}, "cannot be written"),
     ],
 )
 def test_bad_command_lines(folders, arguments, message):

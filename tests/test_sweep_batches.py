@@ -26,7 +26,7 @@ from specbench.bench.session import Session
 from specbench.decoding.clocks import ShiftedClock
 from specbench.generate_many import GenerationRuns
 from specbench.results import stats
-from specbench.results.compare import compare_configs
+from specbench.results.compare import compare_runs
 from specbench.results.results import load_results
 from specbench.results.summary import Summary
 from specbench.rows import Row
@@ -315,7 +315,7 @@ def test_speedups_are_ratios_of_throughputs_over_groups(falls):
     pooled = (1 / plain["throughput"]).sum() / (1 / fast["throughput"]).sum()
     assert row["pooled_speedup"] == pytest.approx(pooled)
     assert summary.winners == {"d@3,b=1", "d@3,b=2"}
-    (compared,) = compare_configs(frame, "d@3,b=1", "plain,b=1").overall
+    (compared,) = compare_runs(frame, frame, a="d@3,b=1", b="plain,b=1").overall
     assert compared.verdict == "faster"
 
 

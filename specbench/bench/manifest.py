@@ -109,7 +109,7 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     return ["KEY" if hide else _without_path(each) for each, hide in zip(arguments, hidden, strict=False)]
 
 
-_SERVER = re.compile(r"(.*?[\w.-]+=)https?://[^#]*(?:#(.*))?", re.DOTALL)
+_SERVER = re.compile(r"((?:.*?[\w.-]+=)?)https?://[^#]*(?:#(.*))?", re.DOTALL)
 
 
 def _without_path(argument: str) -> str:

@@ -52,6 +52,9 @@ class ComparedRow:
         one_by_one: Whether they were measured in turns: values are then paired by prompt, turn and repeat, otherwise
             by prompt.
         disturbed: Whether other programs disturbed what was timed: intervals of ratios are then wider.
+        bounds: A over B with the bounds by which a gate judges A; ``None`` without a gate.
+        outcome: What the gate says: ``worse``, ``not worse`` or ``cannot tell``; empty without a gate.
+        why: Why it cannot tell, if not for these bounds.
     """
 
     configs: tuple[Row, Row]
@@ -61,6 +64,9 @@ class ComparedRow:
     values: tuple[pd.DataFrame, pd.DataFrame]
     one_by_one: bool = False
     disturbed: bool = False
+    bounds: Estimate | None = None
+    outcome: str = ""
+    why: str = ""
 
     @cached_property
     def a(self) -> Estimate:
@@ -74,8 +80,8 @@ class ComparedRow:
 
     @cached_property
     def ratio(self) -> Estimate:
-        """A over B with its 95% interval."""
-        return self.ratio_at(stats.CONFIDENCE)
+        """A over B with its 95% interval, or the bounds of a gate."""
+        return self.bounds or self.ratio_at(stats.CONFIDENCE)
 
     def ratio_at(self, confidence: float) -> Estimate:
         """Return A over B with an interval of this coverage."""
@@ -91,11 +97,8 @@ class ComparedRow:
         return stats.widened(ratio) if self.disturbed else ratio
 
     def _side(self, side: int) -> Estimate:
-        end = "ab"[side]
         if self.kind.sums is not None:
-            return stats.pooled_rate(*_arrays(self._pairs, f"value_{end}", f"of_{end}", "prompt"))
-        if self.one_by_one:
-            return stats.geometric_mean(*_arrays(self._pairs, f"value_{end}", "prompt", "repeat"))
+            return stats.pooled_rate(*_arrays(self.values[side], "value", "of", "prompt"))
         return stats.geometric_mean(*_arrays(self.values[side], "value", "prompt", "repeat"))
 
     @cached_property
@@ -110,12 +113,18 @@ class ComparedRow:
     @property
     def provisional(self) -> bool:
         """Whether the verdict rests on disturbed measurements."""
-        return self.disturbed and self.verdict != "cannot tell"
+        return self.disturbed and not self.outcome and self.verdict != "cannot tell"
 
     @property
     def verdict_word(self) -> str:
-        """The verdict; of what is no speed, whether A is higher or lower."""
-        return self.verdict if self.kind.is_speed else _WORDS.get(self.verdict, self.verdict)
+        """The verdict; of what is no speed, whether A is higher or lower; or what the gate says."""
+        verdict = self.verdict if _is_speed(self.kind) else _WORDS.get(self.verdict, self.verdict)
+        return self.outcome or verdict
+
+
+def _is_speed(kind: Metric) -> bool:
+    """Return whether more of a figure is faster."""
+    return kind.mean_of is not None and kind.form != "ms"
 
 
 def _arrays(rows: pd.DataFrame, *names: str) -> list[Any]:
@@ -127,17 +136,24 @@ class Compared:
     """A comparison.
 
     Attributes:
-        a, b: Names of the two sides.
-        metric: What is compared, one of ``COMPARED``.
-        rows: For each configuration: a row for all prompts, then a row for each category if there are several.
+        names: Names of A and B.
+        rows: For each configuration: a row for all prompts, then a row for each category if there are several. Of a
+            gate, a row for each figure and configuration.
         notes: Sentences that explain the table.
+        words: What A and B are called.
+        worse_than: How much worse than B a gate allows A to be, as a share of B's figure; ``None`` without a gate.
     """
 
-    a: str
-    b: str
-    metric: str
+    names: tuple[str, str]
     rows: list[ComparedRow]
     notes: list[str]
+    words: tuple[str, str] = ("A", "B")
+    worse_than: float | None = None
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The figures that are compared."""
+        return [*dict.fromkeys(row.kind for row in self.rows)]
 
     @property
     def overall(self) -> list[ComparedRow]:
@@ -146,11 +162,6 @@ class Compared:
 
 
 # --- Comparing ------------------------------------------------------------------------------------
-
-
-def compare_configs(results: Results, a: str, b: str, metric: str = "tokens_per_second") -> Compared:
-    """Compare configuration ``a`` with ``b`` of one run, each given by id or label; see ``compare_runs``."""
-    return compare_runs(results, results, a=a, b=b, metric=metric)
 
 
 def compare_runs(
@@ -173,7 +184,7 @@ def compare_runs(
         UsageError: They have no configuration, prompt or finished generation in common, or cannot be compared.
     """
     both = Matched(results_a, results_b, a=a, b=b)
-    kind = METRICS[metric or ("speedup" if both.machines else "tokens_per_second")]
+    kind = METRICS[metric or both.usual_metric]
     matched = both.rows(kind)
     rows = [part for row in matched for part in _with_categories(row)]
     missing = [one_line(row.configs[0].label) for row in matched if row.values[0].empty]
@@ -183,9 +194,7 @@ def compare_runs(
     if not rows:
         what = "finished generation" if both.prompts else "prompt"
         raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
-    if both.is_one_run:
-        names = matched[0].configs[0].label, matched[0].configs[1].label
-    names = one_line(names[0]), one_line(names[1])
+    names = both.names(matched, names)
     why = both.disturbance(kind)
     notes = [
         *([why] if why else []),
@@ -195,7 +204,7 @@ def compare_runs(
         *([f"No common finished generation: {listed(missing)}."] if missing else []),
         *_interval_notes(rows),
     ]
-    return Compared(*names, kind.name, rows, notes)
+    return Compared(names, rows, notes)
 
 
 def _with_categories(row: ComparedRow) -> Iterator[ComparedRow]:
@@ -222,14 +231,22 @@ class Matched:
     Args:
         results_a, results_b: The runs; of one run ``a`` and ``b`` are compared.
         a, b: Compare only configuration ``a`` of A with ``b`` of B; if only one of the two is given, it names both.
+        words: What messages call both.
 
     Raises:
         UsageError: Both are the same run, or their targets differ.
     """
 
     def __init__(
-        self, results_a: Results, results_b: Results, *, a: str | None = None, b: str | None = None
+        self,
+        results_a: Results,
+        results_b: Results,
+        *,
+        a: str | None = None,
+        b: str | None = None,
+        words: tuple[str, str] = ("A", "B"),
     ) -> None:
+        self._words = words
         self.runs = results_a.run, results_b.run
         self.is_one_run = results_a.run.run_id == results_b.run.run_id
         self._named = a or b, b or a
@@ -242,6 +259,11 @@ class Matched:
         self.machines = _differing_machines(*self.runs)
         self.prompts, self._prompt_notes = _common_prompts(results_a, results_b)
         self._summaries = Summary(results_a), Summary(results_b)
+
+    @property
+    def usual_metric(self) -> str:
+        """The figure that is compared if none is named."""
+        return "speedup" if self.machines else "tokens_per_second"
 
     @property
     def baseline(self) -> str:
@@ -258,7 +280,7 @@ class Matched:
             return ""
         if self.is_one_run:
             return results[0].disturbance
-        reasons = zip("AB", results, strict=True)
+        reasons = zip(self._words, results, strict=True)
         return " ".join(f"{side}: {each.disturbance}" for side, each in reasons if each.disturbance)
 
     def rows(self, kind: Metric) -> list[ComparedRow]:
@@ -278,13 +300,18 @@ class Matched:
         found = []
         for match in self._matches(kind):
             labels = dict.fromkeys(one_line(config.label) for config in match[: 1 if self.is_one_run else 2])
-            values = [Figures(*side).values(kind.name) for side in zip(self._summaries, match, strict=True)]
+            values = (figures.values(kind.name) for figures in self.figures(match))
             ours, theirs = (side[side["prompt"].isin(self.prompts)] for side in values)
-            turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
+            keys = ["prompt", "turn", *(["repeat"] if self.is_one_run else [])]
+            turns = ours[keys].merge(theirs[keys]).drop_duplicates()
             common = ours.merge(turns), theirs.merge(turns)
             label = " / ".join(labels)
             found.append(ComparedRow(match, label, None, kind, common, self.is_one_run, disturbed))
         return found
+
+    def figures(self, configs: tuple[Row, Row]) -> list[Figures]:
+        """Return the figures of a configuration of each run."""
+        return [Figures(*side) for side in zip(self._summaries, configs, strict=True)]
 
     def _matches(self, kind: Metric) -> list[tuple[Row, Row]]:
         def has_none(config: Row) -> bool:
@@ -292,7 +319,7 @@ class Matched:
 
         (run_a, run_b), (a, b) = self.runs, self._named
         if a is not None and b is not None:
-            places = ("this run", "this run") if self.is_one_run else ("run A", "run B")
+            places = ["this run" if self.is_one_run else f"run {word}" for word in self._words]
             pair = find_config(run_a, a, places[0]), find_config(run_b, b, places[1])
             if self.is_one_run and pair[0].id == pair[1].id:
                 raise UsageError("A configuration is compared with itself.", "Name two configurations.")
@@ -316,14 +343,21 @@ class Matched:
             )
         return found
 
+    def names(self, rows: Sequence[ComparedRow], names: tuple[str, str]) -> tuple[str, str]:
+        """Return the names of both runs, or of both configurations of one run."""
+        labels = rows[0].configs[0].label, rows[0].configs[1].label
+        a, b = map(one_line, labels if self.is_one_run else names)
+        return a, b
+
     def notes(self, rows: Sequence[ComparedRow], names: tuple[str, str]) -> Iterator[str]:
         """Yield how the runs differ in settings, versions, prompts and configurations."""
-        yield from _difference_notes(*self.runs)
+        if differing := _differences(*self.runs):
+            yield f"Also different, {' / '.join(self._words)}: {'; '.join(differing)}."
         yield from self._prompt_notes
         for side, run in enumerate(self.runs if self._named == (None, None) else ()):
             matched = {row.configs[side].id for row in rows} | {config.baseline for config in run.configs}
             if only := [one_line(config.label) for config in run.configs if config.id not in matched]:
-                yield f"Only in {'AB'[side]} ({names[side]}): {listed(only)}."
+                yield f"Only in {self._words[side]} ({names[side]}): {listed(only)}."
 
 
 # --- What can be compared -------------------------------------------------------------------------
@@ -382,14 +416,12 @@ def _meaning_notes(kind: Metric, rows: Sequence[ComparedRow], both: Matched) -> 
     """Yield what the ratios are, and what is not in their intervals."""
     what = "decode tokens/s" if kind.name == "tokens_per_second" else kind.name
     mean = "geometric mean over the prompts" if kind.sums is None else "from the sums over the prompts"
-    more = "faster" if kind.is_speed else "higher"
-    if both.is_one_run:
-        yield (
-            f"A / B: {what} of A over those of B, {mean}; above 1, A is {more}. Both decoded each prompt back to back."
-        )
-    else:
-        what += f" over {both.baseline} of its own run," if kind.is_speedup else ""
-        yield f"A / B: {what} of A over that of B, {mean} that both have; above 1, A is {more}."
+    more = "faster" if _is_speed(kind) else "higher"
+    over = f" over {both.baseline} of its own run," if kind.is_speedup and not both.is_one_run else ""
+    interleaved = " Both decoded each prompt back to back." * both.is_one_run
+    yield (
+        f"A / B: {what}{over} of A over that of B, {mean} that both have; above 1, A is {more}.{interleaved}"
+    )
     in_batch = any(config.condition.batch is not None for row in rows for config in row.configs)
     if kind.name == "tokens_per_second" and in_batch:
         yield "With a batch, a request's tokens/s count from its arrival to its end, including TTFT and waiting."
@@ -405,8 +437,8 @@ def _meaning_notes(kind: Metric, rows: Sequence[ComparedRow], both: Matched) -> 
         )
 
 
-def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:
-    """Return notes on settings and versions that differ between two comparable runs."""
+def _differences(run_a: Run, run_b: Run) -> list[str]:
+    """Return the settings and versions that differ between two comparable runs."""
     runs = (run_a, run_b)
     pairs = [
         (what, *(getattr(run, name, run.options.get(name)) for run in runs))
@@ -418,9 +450,7 @@ def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:
     ours, theirs = ({config.drafter: config.fingerprint for config in run.configs} for run in runs)
     pairs += [(f"weights of {one_line(name)}", ours[name], theirs[name]) for name in ours if name in theirs]
     pairs.append(("cache", *(sorted({config.cache for config in run.configs}) for run in runs)))
-    differing = [f"{what}: {_shown(a)} / {_shown(b)}" for what, a, b in pairs if _differ(a, b)]
-    if differing:
-        yield f"Also different, A / B: {'; '.join(differing)}."
+    return [f"{what}: {_shown(a)} / {_shown(b)}" for what, a, b in pairs if _differ(a, b)]
 
 
 def _interval_notes(rows: Sequence[ComparedRow]) -> Iterator[str]:
@@ -454,6 +484,7 @@ def to_json(compared: Compared) -> Json:
             "config_b": row.configs[1].id,
             "label": row.label,
             "category": row.category,
+            "metric": row.kind.name,
             "prompts": row.ratio.prompts,
             **{
                 f"{name}{end}": finite_or_none(getattr(estimate, part))
@@ -463,16 +494,17 @@ def to_json(compared: Compared) -> Json:
             "basis": row.ratio.basis,
             "verdict": row.verdict_word,
             "provisional": row.provisional,
+            "why": row.why,
         }
         for row in compared.rows
     ]
     return {
         "schema": COMPARISON_VERSION,
         "kind": "specbench-comparison",
-        "a": compared.a,
-        "b": compared.b,
-        "metric": compared.metric,
+        "a": compared.names[0],
+        "b": compared.names[1],
         "confidence": stats.CONFIDENCE,
+        "worse_than": compared.worse_than,
         "rows": rows,
         "notes": compared.notes,
     }

@@ -1,72 +1,64 @@
 """Every figure of a run, defined once.
 
 A figure is a method of ``Figures`` under ``@metric``, and ``METRICS`` has them by name. Tables, charts, reports,
-comparisons, CSV, JSON and docs/metrics.md take value, heading, form and sentence from there. Their pitfalls stand in
-docs/metrics.md.
+comparisons, CSV, JSON and docs/metrics.md, which has their pitfalls, take value, heading, form and sentence from there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import pandas as pd
 from msgspec import structs
 
 from specbench.base.record import BASELINE, NO_FIGURE, Estimate, ratio
 from specbench.decoding.records import PARTS
-from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.frames import Frames
 from specbench.results.predict import predict
 
 if TYPE_CHECKING:
-    from specbench.results.run import Run
     from specbench.rows import Row
 
 PERCENTILES = ("p50", "p95", "p99")
 """Of latencies."""
 
-Columns = tuple[str, str] | None
-
 Form = Literal["number", "ratio", "share", "count", "ms", "bytes"]
 
 
+@dataclass(eq=False)
 class Metric:
     """A figure: the attribute of ``Figures`` that its formula gives.
 
     Attributes:
-        name: Its name in Python, CSV and JSON.
         heading: Its name in tables.
-        about: What it is, in a sentence.
         form: How it is shown.
         rank: Terminals that are too narrow leave out the highest rank first; 0 is always shown.
         interval: Whether it has an interval, over prompts; in batches over groups of prompts.
         mean_of: Of a mean over prompts: the frame of a run that has its values, and the column.
         sums: Of a rate: the columns of steps, the sum of one of which is divided by the sum of the other.
+        name: Its name in Python, CSV and JSON.
+        about: What it is, in a sentence.
     """
 
-    def __init__(
-        self,
-        formula: Callable[[Figures], Estimate | float],
-        heading: str,
-        form: Form,
-        rank: int,
-        *,
-        interval: bool = False,
-        mean_of: Columns = None,
-        sums: Columns = None,
-        name: str = "",
-        about: str = "",
-    ) -> None:
-        self.name = name or formula.__name__
-        self.about = about or " ".join((formula.__doc__ or "").split())
-        self.heading, self.form, self.rank = heading, form, rank
-        self.mean_of, self.sums = mean_of, sums
-        self.interval = interval or self.is_compared
-        self._formula = formula
+    formula: Callable[[Figures], Estimate | float]
+    heading: str
+    form: Form
+    rank: int
+    interval: bool = False
+    mean_of: tuple[str, str] | None = None
+    sums: tuple[str, str] | None = None
+    name: str = ""
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.formula.__name__
+        self.about = self.about or " ".join((self.formula.__doc__ or "").split())
+        self.interval = self.interval or self.is_compared
         METRICS[self.name] = self
 
     @property
@@ -84,11 +76,6 @@ class Metric:
         """Whether it depends on the machine."""
         return self.mean_of is not None and not self.is_speedup
 
-    @property
-    def is_speed(self) -> bool:
-        """Whether more of it is faster."""
-        return self.mean_of is not None and self.form != "ms"
-
     @overload
     def __get__(self, row: None, owner: type) -> Metric: ...
 
@@ -99,8 +86,9 @@ class Metric:
         if row is None:
             return self
         if self.name not in row.known:
-            value = self._formula(row)
-            row.known[self.name] = value if isinstance(value, Estimate) else _exactly(value)
+            value = self.formula(row)
+            estimate = value if isinstance(value, Estimate) else Estimate(float(value), None, None, 0)
+            row.known[self.name] = estimate
         return row.known[self.name]
 
 
@@ -109,20 +97,10 @@ METRICS: dict[str, Metric] = {}
 
 
 def metric(
-    heading: str,
-    form: Form = "number",
-    rank: int = 0,
-    *,
-    interval: bool = False,
-    mean_of: Columns = None,
-    sums: Columns = None,
+    heading: str, form: Form = "number", rank: int = 0, **more: Any
 ) -> Callable[[Callable[[Figures], Estimate | float]], Metric]:
-    """Register the decorated formula in ``METRICS``; its docstring is the sentence."""
-    return lambda formula: Metric(formula, heading, form, rank, interval=interval, mean_of=mean_of, sums=sums)
-
-
-def _exactly(value: float) -> Estimate:
-    return Estimate(float(value), None, None, 0)
+    """Register the decorated formula in ``METRICS``, with arguments of ``Metric``; its docstring is the sentence."""
+    return lambda formula: Metric(formula, heading, form, rank, **more)
 
 
 class Figures:
@@ -262,12 +240,10 @@ class Figures:
     @metric("tokens/s", rank=1, mean_of=("speeds", "speed"))
     def tokens_per_second(self) -> Estimate:
         """Tokens after the first emission per second, geometric mean over prompts; in batches the throughput."""
-        rows, name, unit = (self.done, "tokens_per_second", "prompt")
         if len(self.groups):
-            rows, name, unit = self.groups, "throughput", "group"
-        return stats.geometric_mean(
-            rows[name].to_numpy(dtype=float), rows[unit].to_numpy(), rows["repeat"].to_numpy()
-        )
+            groups = self.groups.rename(columns={"group": "prompt"})
+            return _geometric_mean(groups, groups["throughput"])
+        return _geometric_mean(self.done, self.done["tokens_per_second"])
 
     @metric("speedup", "ratio", mean_of=("pairs", "ratio"))
     def speedup(self) -> Estimate:
@@ -289,18 +265,9 @@ class Figures:
         """Speedup from all tokens over all seconds; long outputs weigh more."""
         if self.summary.tuned:  # it is over the same generations without noise correction
             return NO_FIGURE
-        if self._has_no_speedup:
-            return BASELINE
-        if self.compared is None:
-            return NO_FIGURE
-        sums = [
-            self.compared[name].to_numpy() for name in ("tokens", "seconds", "base_tokens", "base_seconds")
-        ]
-        tokens, seconds, base_tokens, base_seconds = sums
-        prompts, confidence = self.compared["prompt"].to_numpy(), self.summary.confidence
-        return self._shown(
-            stats.pooled_speedup(tokens, seconds, base_tokens, base_seconds, prompts, confidence)
-        )
+        if self._has_no_speedup or self.compared is None:
+            return BASELINE if self._has_no_speedup else NO_FIGURE
+        return self._shown(self._pooled_ratio(self.compared, "tokens", "seconds", "prompt"))
 
     @property
     def _has_no_speedup(self) -> bool:
@@ -312,6 +279,11 @@ class Figures:
         if self._has_no_speedup or pairs is None:
             return of_baseline if self._has_no_speedup else NO_FIGURE
         return self._shown(_geometric_mean(pairs, pairs[name], self.summary.confidence))
+
+    def _pooled_ratio(self, pairs: pd.DataFrame, part: str, whole: str, unit: str) -> Estimate:
+        names = (part, whole, f"base_{part}", f"base_{whole}", unit)
+        ours, per, theirs, their_per, units = (pairs[name].to_numpy() for name in names)
+        return stats.pooled_speedup(ours, per, theirs, their_per, units, self.summary.confidence)
 
     def _shown(self, found: Estimate) -> Estimate:
         """Return a ratio over the baseline's with a wider interval if others used the machine most of the time."""
@@ -345,8 +317,8 @@ class Figures:
             return self.steps.assign(steps=1.0), *sums
         if name == "tokens_per_step":
             return self.answers[self.answers["reported_steps"] > 0], "emitted_in_steps", "reported_steps"
-        counted = name == "acceptance_rate"
-        return self.answers[(self.answers["drafted"] > 0) & counted], "accepted", "drafted"
+        has_counts = (self.answers["drafted"] > 0) & (name == "acceptance_rate")
+        return self.answers[has_counts], "accepted", "drafted"
 
     def values(self, name: str) -> pd.DataFrame:
         """Return what a comparable figure is computed from.
@@ -357,15 +329,14 @@ class Figures:
         """
         kind, keys = METRICS[name], ["prompt", "turn", "repeat", "category"]
         if kind.mean_of is not None:
-            frame, column = kind.mean_of
-            rows = self._mine(frame)
+            rows, column = self._mine(kind.mean_of[0]), kind.mean_of[1]
             return rows[keys].assign(value=rows[column])[rows[column] > 0]
         rows, part, whole = self.counts(name)
         outputs = self.done.loc[rows.get("output", rows.index)]
         sums = pd.DataFrame({"value": rows[part].to_numpy(), "of": rows[whole].to_numpy()}, dtype=float)
-        by_prompt = sums.groupby(outputs["prompt"].to_numpy()).sum().rename_axis("prompt").reset_index()
+        sums = sums.groupby(outputs["prompt"].to_numpy()).sum()
         categories = outputs.drop_duplicates("prompt").set_index("prompt")["category"]
-        return by_prompt.assign(category=by_prompt["prompt"].map(categories), turn=0, repeat=0)
+        return sums.assign(category=categories, turn=0, repeat=0).rename_axis("prompt").reset_index()
 
     def _rate(self, name: str, **ends: float) -> Estimate:
         rows, part, whole = self.counts(name)
@@ -374,10 +345,10 @@ class Figures:
         return _pooled(rows, part, whole, "prompt", **ends)
 
     @metric("tokens/step", rank=4, sums=("emitted", "steps"))
-    def tokens_per_step(self) -> Estimate:
+    def tokens_per_step(self) -> Estimate | float:
         """Emitted tokens over steps, without the prefill's token."""
         if not self.is_server and not self.steps["drafted"].any():
-            return _exactly(ratio(self.steps["emitted"].sum(), len(self.steps)))
+            return ratio(self.steps["emitted"].sum(), len(self.steps))
         return self._rate("tokens_per_step", least=1.0)
 
     @metric("accepted", "share", 5, sums=("accepted", "drafted"))
@@ -422,7 +393,9 @@ class Figures:
         batch, results = self.config.condition.batch, self.summary.results
         if batch is not None or self.is_server or results.run.costs is None:
             return NO_FIGURE, math.nan
-        costs = costs_at(results.run, self.config)
+        costs, context = results.run.costs, self.config.condition.context
+        if context is not None:
+            costs = costs.at(context + (results.run.max_new_tokens or 0) / 2)
         return predict(self.steps, self.config.drafter, costs, results.generations["prompt_tokens"])
 
     @metric("predicted", "ratio", 8, interval=True)
@@ -454,10 +427,7 @@ class Figures:
     @metric("TTFT ms", "ms", 9, mean_of=("done", "ttft_s"))
     def ttft_s(self) -> Estimate:
         """Time to the first token, geometric mean over prompts."""
-        done = self.done
-        return stats.geometric_mean(
-            done["ttft_s"].to_numpy(), done["prompt"].to_numpy(), done["repeat"].to_numpy()
-        )
+        return _geometric_mean(self.done, self.done["ttft_s"])
 
     @metric("ms/token", rank=17)
     def ms_per_token(self) -> float:
@@ -586,9 +556,7 @@ class Figures:
         pairs = self.summary.part("unit_pairs", self.config.id)
         if not self._is_limited or pairs.empty:
             return NO_FIGURE
-        names = ("met", "seconds", "base_met", "base_seconds", "unit")
-        met, seconds, base_met, base_seconds, units = (pairs[name].to_numpy() for name in names)
-        return stats.pooled_speedup(met, seconds, base_met, base_seconds, units, self.summary.confidence)
+        return self._pooled_ratio(pairs, "met", "seconds", "unit")
 
 
 def _share_of(part: str) -> Metric:
@@ -629,9 +597,3 @@ def _geometric_mean(
 ) -> Estimate:
     prompts, repeats = rows["prompt"].to_numpy(), rows["repeat"].to_numpy()
     return stats.geometric_mean(values.to_numpy(), prompts, repeats, confidence)
-
-
-def costs_at(run: Run, config: Row) -> PassCosts:
-    """Return the costs of single passes after the context of a configuration and half of its output."""
-    costs, context = run.costs or PassCosts({}), config.condition.context
-    return costs if context is None else costs.at(context + (run.max_new_tokens or 0) / 2)

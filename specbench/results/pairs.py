@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -37,11 +39,8 @@ def paired_generations(results: Results) -> pd.DataFrame:
     pairs["ratio"] = pairs["tokens_per_second"] / pairs["base_tokens_per_second"]
     pairs["ratio_total"] = pairs["base_total"] / pairs["total"]
     meant = (pairs["temperature"] == 0) & ~pairs["kind"].isin(OTHER_ANSWERS) & same_prompts
-    outputs = (zip(pairs[f"{side}token_ids"], pairs[f"{side}text"], strict=True) for side in ("", "base_"))
-    same = (
-        None if not one else our_text == their_text and bool(np.array_equal(ours, theirs))
-        for (ours, our_text), (theirs, their_text), one in zip(*outputs, meant, strict=True)
-    )
+    outputs = (pairs[name] for name in ("token_ids", "text", "base_token_ids", "base_text"))
+    same = (same_output(*output) if one else None for one, *output in zip(meant, *outputs, strict=True))
     pairs["identical"] = pd.Series(list(same), dtype=object, index=pairs.index)
     figures = ["ratio", "ratio_total", "tokens", "seconds", "base_tokens", "base_seconds", "identical"]
     return pairs[["config", "category", *_KEY, *figures]]
@@ -59,6 +58,11 @@ def paired_groups(results: Results) -> pd.DataFrame:
     pairs = with_baseline(groups, ["tokens", "seconds", "throughput"], keys)
     pairs["ratio"] = pairs["throughput"] / pairs["base_throughput"]
     return pairs.rename(columns={"group": "prompt"})
+
+
+def same_output(tokens: Any, text: str | None, other_tokens: Any, other_text: str | None) -> bool:
+    """Return whether two outputs are the same in their tokens and, of servers, their texts."""
+    return text == other_text and bool(np.array_equal(tokens, other_tokens))
 
 
 def output_speed(rows: pd.DataFrame) -> pd.Series[float]:

@@ -37,6 +37,9 @@ STEEPEST = 0.95
 """Limit of skewness × quantile / sqrt(n) in the correction for skewness. Near 1 its inverse becomes vertical: the
 interval of a few values with an outlier would get several times as wide without covering the mean more often."""
 
+_ROUNDING = 1e-13
+"""Logarithms of ratios of equal values are at most this far from 0."""
+
 Floats: TypeAlias = NDArray[np.float64]
 Labels: TypeAlias = Sequence[Any] | NDArray[Any]
 Verdict = Literal["faster", "slower", "cannot tell"]
@@ -286,11 +289,12 @@ def _group_means(values: Floats, group: NDArray[np.intp], groups: int) -> Floats
 
 
 def _exponential(value: float, interval: tuple[float, float] | None, prompts: int, basis: Basis) -> Estimate:
-    """Return the estimate whose logarithm and log interval are given."""
-    if interval is not None:
+    """Return the estimate whose logarithm and log interval are given; what rounding makes of equal values is 1."""
+    value, *ends = (0.0 if abs(each) < _ROUNDING else each for each in (value, *(interval or ())))
+    if ends:
         # numpy's exp overflows to inf where math's raises: two prompts far apart can have an interval without an end.
         with np.errstate(over="ignore"):
-            low, high = (float(np.exp(end)) for end in interval)
+            low, high = (float(np.exp(end)) for end in ends)
         if _telling(low, high, prompts):
             return Estimate(math.exp(value), low, high, prompts, basis)
     return Estimate(math.exp(value), None, None, prompts, None)

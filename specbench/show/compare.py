@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from xml.etree import ElementTree
 
 from specbench.results import stats
-from specbench.results.metrics import METRICS
 from specbench.show.document import Heading, Items, Paragraph, Part, Sheet
 from specbench.show.tables import Column, table
 
@@ -25,11 +25,14 @@ _FEW = 4
 
 def comparison_parts(compared: Compared) -> Iterator[Part]:
     """Yield a comparison for a terminal; few configurations have a table by category each."""
-    yield from (Paragraph(f"A  {compared.a}"), Paragraph(f"B  {compared.b}"))
+    width = max(map(len, compared.words))
+    for word, name in zip(compared.words, compared.names, strict=True):
+        yield Paragraph(f"{word:{width}}  {name}")
     overall = compared.overall
-    categories = len(overall) <= _FEW
+    categories = len(overall) <= _FEW and compared.worse_than is None
     if len(overall) > 1 or not categories:
-        yield _sheet(compared, overall, "label")
+        for kind in compared.metrics:
+            yield _sheet(compared, [row for row in overall if row.kind is kind], "label")
     for row in overall if categories else ():
         mine = [each for each in compared.rows if each.configs == row.configs]
         if len(overall) == 1:
@@ -59,14 +62,17 @@ def published_parts(
 
 
 def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label", "category"]) -> Sheet:
-    """Return a table of rows; ``of`` is what names a row."""
-    kind = METRICS[compared.metric]
-    sides = [Column(side, f"{side.upper()} {kind.heading}", kind.form, 1) for side in ("a", "b")]
+    """Return a table of rows of one figure; ``of`` is what names a row."""
+    kind = rows[0].kind
+    sides = [
+        Column(side, f"{word} {kind.heading}", kind.form, 1)
+        for side, word in zip(("a", "b"), compared.words, strict=True)
+    ]
     columns = (
         Column(of, "configuration" if of == "label" else of, "text"),
         Column("ratio.prompts", "prompts", "count", 2),
         *sides,
-        Column("ratio", "A / B", "ratio"),
+        Column("ratio", " / ".join(compared.words), "ratio"),
     )
     sheet = table(rows, columns)
     return replace(
@@ -83,6 +89,30 @@ def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label",
         values=[],
         ranks=[*sheet.ranks, 0],
         left=frozenset({5}),
-        styles={"faster": "green", "slower": "red"},
+        styles={"faster": "green", "slower": "red", "not worse": "green", "worse": "red"},
         elsewhere="with --json, or on a wider terminal",
     )
+
+
+def to_junit(gate: Compared) -> bytes:
+    """Return a gate as JUnit XML, with a test case for each row: failed if it is worse, skipped if one cannot tell."""
+    outcomes = [row.outcome for row in gate.rows]
+    counts = {
+        "failures": outcomes.count("worse"),
+        "skipped": outcomes.count("cannot tell"),
+        "tests": len(outcomes),
+    }
+    suites = ElementTree.Element("testsuites")
+    name = f"specbench compare {gate.names[1]} {gate.names[0]} --worse-than {100 * (gate.worse_than or 0):g}%"
+    attributes = {"name": name, **{key: str(count) for key, count in counts.items()}}
+    suite = ElementTree.SubElement(suites, "testsuite", attributes)
+    for row in gate.rows:
+        case = ElementTree.SubElement(suite, "testcase", {"classname": row.label, "name": row.kind.name})
+        if row.outcome != "not worse":
+            message = (
+                f"{stats.ratio_text(row.ratio)} the baseline's: {row.outcome}{row.why and f', {row.why}'}"
+            )
+            tag = "failure" if row.outcome == "worse" else "skipped"
+            ElementTree.SubElement(case, tag, {"message": message})
+    text = ElementTree.tostring(suites, encoding="unicode", xml_declaration=True)
+    return text.translate(dict.fromkeys((0xFFFE, 0xFFFF), "\ufffd")).encode()  # which XML may not contain

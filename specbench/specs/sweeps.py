@@ -74,12 +74,19 @@ def parse_until(text: str) -> Until:
     Raises:
         UsageError: It is neither, or not between 0.5% and 50%.
     """
-    if text == "sure":
-        return Until()
+    return Until(None if text == "sure" else parse_percent("--until", text, "sure, or a width"))
+
+
+def parse_percent(option: str, text: str, form: str = "a share") -> float:
+    """Return the share that an option gives as ``5%``; ``form`` is what else it takes.
+
+    Raises:
+        UsageError: It is none, or not between 0.5% and 50%.
+    """
     found = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?) ?%", text, re.ASCII)
     if found is None:
-        raise UsageError(f"--until is {text!r}.", "Give sure, or a width such as 5%.")
+        raise UsageError(f"{option} is {text!r}.", f"Give {form} such as 5%.")
     share = float(found[1]) / 100
     if not 0.005 <= share <= 0.5:
-        raise UsageError(f"--until is {text}.", "Give 0.5% to 50%.")
-    return Until(share)
+        raise UsageError(f"{option} is {text}.", "Give 0.5% to 50%.")
+    return share
