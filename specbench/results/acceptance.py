@@ -122,10 +122,9 @@ def _per_step(tokens: ArrayLike, steps: ArrayLike, prompts: pd.Series[Any]) -> E
 
 
 def shorter(summary: Summary) -> list[SimpleNamespace]:
-    """Return what each server that reports its steps would give with shorter drafts.
+    """Return what each server that reports its steps would give with shorter drafts. Longer ones cannot be predicted.
 
-    A step would have kept the accepted tokens that fit. Its time is taken to grow evenly with the draft, from that of
-    plain decoding to that of the measured draft. Longer drafts cannot be had from these steps.
+    The time of a step is taken to grow evenly with γ, from plain decoding's to that at the measured γ.
 
     Returns:
         For each server, from γ = 1 to what was measured: ``config``, ``gamma``, ``tokens_per_step``, and ``speedup``,
@@ -133,13 +132,14 @@ def shorter(summary: Summary) -> list[SimpleNamespace]:
     """
     found, plain = [], {row.config.id for row in summary.rows if not (row.answers["drafted"] > 0).any()}
     for row in summary.rows:
-        if not (row.is_server and row.reports_steps and row.steps["drafted"].any()):
+        if not (row.is_server and row.reports_steps and row.steps["drafted"].max() > 1):
             continue
-        answers, steps = row.answers[row.answers["reported_steps"] > 0], row.steps
-        count, gammas = answers["reported_steps"], range(1, int(steps["drafted"].max()) + 1)
-        kept = {g: (steps["emitted"] - 1).clip(upper=g).groupby(steps["output"]).sum() for g in gammas}
-        emitted = {g: count + kept[g].reindex(answers.index).fillna(0.0) for g in gammas}
-        tokens = {g: _per_step(emitted[g], count, answers["prompt"]) for g in gammas}
+        answers, tokens = row.answers[row.answers["reported_steps"] > 0], dict[int, Estimate]()
+        gammas = range(1, int(row.steps["drafted"].max()) + 1)
+        for g in gammas:
+            fewer = row.steps.groupby("output").size() - _steps_with(row.steps, g)
+            count = answers["reported_steps"] - fewer.reindex(answers.index).fillna(0.0)
+            tokens[g] = _per_step(answers["emitted_in_steps"], count, answers["prompt"])
         over_plain = row.measured and row.config.baseline in plain
         time = tokens[gammas[-1]].value / row.speedup.value if over_plain else math.nan
         found += [
@@ -150,6 +150,22 @@ def shorter(summary: Summary) -> list[SimpleNamespace]:
             for g in gammas
         ]  # fmt: skip
     return found
+
+
+def _steps_with(steps: pd.DataFrame, gamma: int) -> pd.Series[float]:
+    """Return how many steps each output would have taken with drafts of ``gamma`` tokens.
+
+    A step of t tokens becomes t / (γ + 1) of them, rounded up: all but its last token were accepted. Only behind a
+    longest draft that was accepted whole the last token is the target's, and would be accepted or not; it is taken to
+    be as often as the last token of such drafts, and then the next step goes on with the same draft.
+    """
+    drafted, accepted, output = steps["drafted"], steps["accepted"], steps["output"]
+    whole = (drafted == drafted.max()) & (accepted == drafted)
+    chance = ratio(whole.sum(), ((drafted == drafted.max()) & (accepted >= drafted - 1)).sum())
+    run = (~whole.shift(fill_value=False) | (output != output.shift())).cumsum()
+    ended = -(-steps["emitted"] // (gamma + 1)).groupby(output).sum()
+    joined = -(-steps["emitted"].groupby([output, run]).sum() // (gamma + 1)).groupby(level=0).sum()
+    return joined * chance + ended * (1.0 - chance) if whole.any() else ended.astype(float)
 
 
 def schedule(rows: list[SimpleNamespace]) -> dict[str, list[list[int]]]:

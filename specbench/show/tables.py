@@ -376,8 +376,8 @@ def acceptance_sheets(summary: Summary) -> dict[str, Sheet]:
     )
     fewer = shorter(summary)
     said = [
-        "From the accepted tokens of each step at the measured γ, the last one; longer drafts cannot be predicted from"
-        " them. The time of a step is taken to grow evenly with γ, from plain decoding's.",
+        "From the steps at the measured γ, the last one; longer drafts cannot be predicted from them. Speedups are"
+        " rough: the time of a step is taken to grow evenly with γ, from plain decoding's.",
         *(
             f'{server}: the fastest γ by batch size, "num_speculative_tokens_per_batch_size": {sizes}.'
             for server, sizes in schedule(fewer).items()
