@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
+from test_zoo import VOCABULARY as VOCAB
+from test_zoo import WINDOW, ZOO, build
 from tiny import tiny_llama
 
 from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
@@ -32,55 +33,8 @@ from specbench.policies import build_policy
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import LONGEST_DRAFT
 
-VOCAB = 61
-WINDOW = 8
 KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated")
-
-NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-USUAL: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.3, **NO_SPECIAL_TOKENS,
-}  # fmt: skip
-
-FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
-    "llama": (hf.LlamaForCausalLM, lambda: hf.LlamaConfig(**USUAL)),
-    "qwen2": (hf.Qwen2ForCausalLM, lambda: hf.Qwen2Config(**USUAL)),
-    "phi3": (hf.Phi3ForCausalLM, lambda: hf.Phi3Config(**USUAL)),
-    "gpt2": (
-        hf.GPT2LMHeadModel,
-        lambda: hf.GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=2048, initializer_range=0.3,
-            **NO_SPECIAL_TOKENS,
-        ),
-    ),
-    "gpt-neox": (
-        hf.GPTNeoXForCausalLM,
-        lambda: hf.GPTNeoXConfig(**{k: v for k, v in USUAL.items() if k != "num_key_value_heads"}),
-    ),
-    "falcon": (
-        hf.FalconForCausalLM,
-        lambda: hf.FalconConfig(
-            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.3,
-            multi_query=True, new_decoder_architecture=False, **NO_SPECIAL_TOKENS,
-        ),
-    ),
-    "mistral-sliding": (hf.MistralForCausalLM, lambda: hf.MistralConfig(**USUAL, sliding_window=WINDOW)),
-    "gemma2": (
-        hf.Gemma2ForCausalLM,
-        lambda: hf.Gemma2Config(**USUAL, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW),
-    ),
-    "gemma3": (
-        hf.Gemma3ForCausalLM,
-        lambda: hf.Gemma3TextConfig(
-            **USUAL, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        ),
-    ),
-    "lfm2": (
-        hf.Lfm2ForCausalLM,
-        lambda: hf.Lfm2Config(**USUAL, conv_L_cache=3, layer_types=["conv", "full_attention", "conv"]),
-    ),
-}  # fmt: skip
+FAMILIES = ("llama", "qwen2", "phi3", "gpt2", "gpt-neox", "falcon", "mistral", "gemma2", "gemma3", "lfm2")
 CASES = [
     (family, kind) for family in FAMILIES for kind in KINDS if (family, kind) != ("lfm2", "preallocated")
 ]
@@ -89,10 +43,8 @@ CASES = [
 @cache
 def tiny(family: str) -> Any:
     """A random model; the same object every time, so nothing may change it."""
-    model_class, config = FAMILIES[family]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return model_class(config()).eval().requires_grad_(False)
+    class_name, config = ZOO[family]
+    return build(class_name, config())
 
 
 def whole(model: Any, context: Sequence[int], drafted: Sequence[int] = ()) -> torch.Tensor:
@@ -205,7 +157,7 @@ def dropped(scorer: Scorer) -> int:
     return int(count)
 
 
-@pytest.mark.parametrize(("family", "prompt"), [("gemma3", 1), ("mistral-sliding", 75)])
+@pytest.mark.parametrize(("family", "prompt"), [("gemma3", 1), ("mistral", 75)])
 def test_many_drops(family, prompt, monkeypatch):
     """The same with small buffers, so that it happens often and close to other events."""
     for name, value in (("INITIAL_CAPACITY", 16), ("SLIDING_SLACK", 20), ("_MIN_GROWTH", 16)):
@@ -339,7 +291,7 @@ def test_a_target_without_numbers_after_a_wrong_token_of_the_draft(sampling):
 )
 def test_kinds_that_cannot_be(kind, family, words):
     with pytest.raises(UsageError) as caught:
-        make_cache(kind, FAMILIES[family][1]())
+        make_cache(kind, ZOO[family][1]())
     assert all(each in str(caught.value) for each in words)
 
 

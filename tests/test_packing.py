@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers as hf
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from test_caches import USUAL, VOCAB
+from test_zoo import USUAL
+from test_zoo import VOCABULARY as VOCAB
 from tiny import quantized_copy
 from torch import nn
 

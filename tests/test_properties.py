@@ -21,8 +21,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, judge, steps_of, tokens_of
-from test_caches import VOCAB, tiny, whole
+from test_caches import tiny, whole
 from test_policies import a_step
+from test_zoo import VOCABULARY as VOCAB
 from tiny import tiny_tokenizer
 from tokenizers import processors
 
@@ -475,7 +476,7 @@ OPERATIONS = st.lists(
     [
         *(
             (family, kind)
-            for family in ("llama", "mistral-sliding", "gemma3")
+            for family in ("llama", "mistral", "gemma3")
             for kind in ("dynamic", "preallocated")
         ),
         ("lfm2", "dynamic"),

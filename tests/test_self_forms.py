@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from test_caches import FAMILIES, KINDS, Walk, assert_close, cache_layers, whole
-from test_caches import USUAL as TINY
+from test_caches import KINDS, Walk, assert_close, cache_layers, whole
+from test_zoo import USUAL as TINY
+from test_zoo import ZOO
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from torch import nn
 
@@ -31,26 +32,18 @@ from specbench.specs.models import parse_model
 
 LAYERS = 5
 USUAL = {**TINY, "num_hidden_layers": LAYERS}
-
-
-WINDOW = {**USUAL, "sliding_window": 6}
-GEMMA = {**WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-GPT2 = {"vocab_size": TINY["vocab_size"], "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "initializer_range": 0.3,
-        "bos_token_id": None, "eos_token_id": None}  # fmt: skip
-BY_FAMILY: dict[str, Callable[[], Any]] = {
-    "llama": partial(hf.LlamaConfig, **USUAL),
-    "tied": partial(hf.LlamaConfig, **USUAL, tie_word_embeddings=True),
-    "qwen2": partial(hf.Qwen2Config, **USUAL),
-    "mistral": partial(hf.MistralConfig, **WINDOW),
-    "gemma2": partial(hf.Gemma2Config, **GEMMA),
-    "gemma3": partial(hf.Gemma3TextConfig, **GEMMA, layer_types=TYPES),
-    "phi3": partial(hf.Phi3Config, **USUAL),
-    "gpt-neox": partial(
-        hf.GPTNeoXConfig, **{key: USUAL[key] for key in USUAL if key != "num_key_value_heads"}
-    ),
-    "gpt2": partial(hf.GPT2Config, **GPT2),
-}
+WINDOW = {"sliding_window": 6}
+CHANGED: dict[str, dict[str, Any]] = {
+    "llama": {}, "tied": {"tie_word_embeddings": True}, "qwen2": {}, "mistral": WINDOW, "gemma2": WINDOW,
+    "gemma3": WINDOW | {"layer_types": TYPES}, "phi3": {}, "gpt-neox": {}, "gpt2": {},
+}  # fmt: skip
+
+
+def config_of(family: str) -> Any:
+    """Of a family of ``ZOO``, with more layers."""
+    layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": LAYERS}
+    return ZOO["llama" if family == "tied" else family][1](**layers, **CHANGED[family])
 
 
 @cache
@@ -58,12 +51,12 @@ def model_of(family: str) -> Any:
     """The same object every time, so nothing may change it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return hf.AutoModelForCausalLM.from_config(BY_FAMILY[family]()).eval().requires_grad_(False)
+        return hf.AutoModelForCausalLM.from_config(config_of(family)).eval().requires_grad_(False)
 
 
 def with_layers(family: str, source: Any, kept: tuple[int, ...]) -> Any:
     """A model of its own, built with as many layers and given the weights of those."""
-    config = BY_FAMILY[family]()
+    config = config_of(family)
     types = getattr(config, "layer_types", None)
     config.num_hidden_layers = len(kept)
     if types:
@@ -86,7 +79,7 @@ USUALLY_KEPT = [(0, 2, 3), (0,)]
 
 
 @pytest.mark.parametrize(
-    ("family", "kept"), [(family, kept) for family in BY_FAMILY for kept in KEPT.get(family, USUALLY_KEPT)]
+    ("family", "kept"), [(family, kept) for family in CHANGED for kept in KEPT.get(family, USUALLY_KEPT)]
 )
 def test_it_computes_what_a_model_with_those_layers_computes(family, kept):
     source = model_of(family)
@@ -234,9 +227,9 @@ def test_a_rounded_target_has_no_rounded_form(dtype):
     [
         (lambda: hf.LlamaConfig(**USUAL), (1, 2, 3, 4)),
         (lambda: hf.MistralConfig(**USUAL, sliding_window=6), (1, 2, 3, 4)),
-        (BY_FAMILY["gemma3"], (2, 3, 4)),
-        (FAMILIES["gemma3"][1], (2,)),
-        (FAMILIES["lfm2"][1], ()),
+        (partial(config_of, "gemma3"), (2, 3, 4)),
+        (ZOO["gemma3"][1], ()),
+        (ZOO["lfm2"][1], ()),
         (lambda: hf.LlamaConfig(**{**USUAL, "num_hidden_layers": 1}), ()),
     ],
 )

@@ -56,40 +56,34 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def usual(class_name: str, **more: Any) -> tuple[str, Callable[[], Any]]:
-    """A model class by its prefix, and its configuration with the usual names and some more."""
-    return f"{class_name}ForCausalLM", lambda: getattr(hf, f"{class_name}Config")(**USUAL, **more)
+def family(class_name: str, config_name: str = "", **settings: Any) -> tuple[str, Callable[..., Any]]:
+    """A model class by its prefix or name, and what makes its configuration, with some settings changed."""
+    config = getattr(hf, f"{config_name or class_name}Config")
+    whole_name = class_name if "Head" in class_name else f"{class_name}ForCausalLM"
+    return whole_name, lambda **changed: config(**settings | changed)
 
 
-ZOO: dict[str, tuple[str, Callable[[], Any]]] = {
-    "llama": usual("Llama"),
-    "qwen2": usual("Qwen2"),
-    "qwen3": usual("Qwen3", head_dim=8),
-    "gemma2": usual("Gemma2", **GEMMA),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        lambda: hf.Gemma3TextConfig(**USUAL, **GEMMA, layer_types=["sliding_attention", "full_attention"]),
-    ),
-    "gemma4": (
-        "Gemma4ForCausalLM",
-        lambda: hf.Gemma4TextConfig(**USUAL | GEMMA4, layer_types=["sliding_attention", "full_attention"] * 2),
-    ),
-    "mistral": usual("Mistral", sliding_window=WINDOW),
-    "phi3": usual("Phi3"),
-    "olmo2": usual("Olmo2"),
-    "mixtral": usual("Mixtral", **EXPERTS),
-    "gpt-oss": usual("GptOss", **EXPERTS, head_dim=8, sliding_window=WINDOW),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", lambda: hf.DeepseekV3Config(**USUAL | LATENT)),
-    "gpt2": ("GPT2LMHeadModel", lambda: hf.GPT2Config(**PLAIN, n_embd=32, n_layer=2, n_head=4, n_positions=256)),
-    "gpt-neox": (
-        "GPTNeoXForCausalLM",
-        lambda: hf.GPTNeoXConfig(**{k: v for k, v in USUAL.items() if k != "num_key_value_heads"}),
-    ),
-    "falcon": ("FalconForCausalLM", lambda: hf.FalconConfig(**FALCON, multi_query=True)),
-    "falcon-alibi": ("FalconForCausalLM", lambda: hf.FalconConfig(**FALCON, alibi=True, new_decoder_architecture=True)),
-    "bloom": ("BloomForCausalLM", lambda: hf.BloomConfig(**PLAIN, hidden_size=32, n_layer=2, n_head=4)),
-    "lfm2": usual("Lfm2", conv_L_cache=3, layer_types=["conv", "full_attention"]),
-}  # fmt: skip
+MIXED = ["sliding_attention", "full_attention"]
+ZOO: dict[str, tuple[str, Callable[..., Any]]] = {
+    "llama": family("Llama", **USUAL),
+    "qwen2": family("Qwen2", **USUAL),
+    "qwen3": family("Qwen3", **USUAL, head_dim=8),
+    "gemma2": family("Gemma2", **USUAL, **GEMMA),
+    "gemma3": family("Gemma3", "Gemma3Text", **USUAL, **GEMMA, layer_types=MIXED),
+    "gemma4": family("Gemma4", "Gemma4Text", **USUAL | GEMMA4, layer_types=MIXED * 2),
+    "mistral": family("Mistral", **USUAL, sliding_window=WINDOW),
+    "phi3": family("Phi3", **USUAL),
+    "olmo2": family("Olmo2", **USUAL),
+    "mixtral": family("Mixtral", **USUAL, **EXPERTS),
+    "gpt-oss": family("GptOss", **USUAL, **EXPERTS, head_dim=8, sliding_window=WINDOW),
+    "deepseek-v3": family("DeepseekV3", **USUAL | LATENT),
+    "gpt2": family("GPT2LMHeadModel", "GPT2", **PLAIN, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+    "gpt-neox": family("GPTNeoX", **{k: v for k, v in USUAL.items() if k != "num_key_value_heads"}),
+    "falcon": family("Falcon", **FALCON, multi_query=True),
+    "falcon-alibi": family("Falcon", **FALCON, alibi=True, new_decoder_architecture=True),
+    "bloom": family("Bloom", **PLAIN, hidden_size=32, n_layer=2, n_head=4),
+    "lfm2": family("Lfm2", **USUAL, conv_L_cache=3, layer_types=["conv", "full_attention"]),
+}
 DYNAMIC_ALONE = ("lfm2",)
 NO_EARLY_EXIT = ("lfm2", "gemma4")  # convolution states know no length; embeddings of every layer
 
