@@ -23,7 +23,7 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.export.registry import load_engine
 from specbench.export.setting import Setting
-from specbench.generate import Generation, GenerationRun
+from specbench.generate import Generation, GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.head_files import find_head
@@ -191,11 +191,9 @@ def test_rows_of_a_tree_are_those_of_its_branches(pair):
 
 
 def decoded(target: Target, drafter: Any, prompt: list[int], policy: Any, **options: Any) -> Generation:
-    run = GenerationRun(
+    return speculative_generate(
         prompt, target, drafter, policy=policy, max_new_tokens=24, min_new_tokens=24, **options
     )
-    assert all(True for _ in run)
-    return run.result()
 
 
 COSTS = GivenCosts(0.1, {1: 1.0, 9: 1.1})
@@ -247,11 +245,10 @@ def test_requests_side_by_side_have_their_own_keys_and_values(pair, monkeypatch,
     monkeypatch.setattr(BatchCosts, "observe", lambda _, made: watched.append(made))
     many = GenerationRuns(runs, max_batch=4)
     for each, found in zip(runs, many.results(), strict=True):
-        alone = GenerationRun(each.prompt, target, drafter, policy=policy, max_new_tokens=12)
-        assert all(True for _ in alone)
+        alone = speculative_generate(each.prompt, target, drafter, policy=policy, max_new_tokens=12)
         assert isinstance(found, Generation), found
-        assert found.token_ids == alone.result().token_ids
-        assert [step.drafted for step in found.steps] == [step.drafted for step in alone.result().steps]
+        assert found.token_ids == alone.token_ids
+        assert [step.drafted for step in found.steps] == [step.drafted for step in alone.steps]
     assert any(len(each.requests) > 1 for each in watched if not each.target) == shared
 
 

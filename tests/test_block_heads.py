@@ -45,7 +45,7 @@ from test_heads import (
 
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import ForwardRequest
-from specbench.generate import GenerationRun
+from specbench.generate import GenerationRun, speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.options import LoadOptions
@@ -290,9 +290,7 @@ def test_drafts_end_where_their_predicted_acceptance_falls_below_the_threshold(t
     drafter = few_head(tmp_path, "dspark", target)
 
     def run(policy: Any) -> Any:
-        made = GenerationRun([1, 2], target, drafter, policy=policy, max_new_tokens=30)
-        assert all(True for _ in made)
-        return made.result()
+        return speculative_generate([1, 2], target, drafter, policy=policy, max_new_tokens=30)
 
     plain, lengths = run(FixedLength(4)), []
     for threshold in (0.0, 0.3, 0.9):

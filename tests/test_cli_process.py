@@ -211,16 +211,3 @@ def test_neither_prompts_nor_models_steer_a_terminal(folder, more):
     assert re.search(r"\\x0[0-9a-f]", output), (
         "the model has written no control character: the test shows nothing"
     )
-
-
-def test_a_terminal_gets_color_and_80_columns(folder):
-    command = ["generate", "the thing", "--target", str(folder), "--ignore-eos", "-n", "40"]
-    code, output = in_terminal([*command, "--compare", "--debug", "-v"], TERM="xterm-256color")
-    assert code == 0, output
-    assert re.search("\x1b\\[[0-9;]*[34][0-9][0-9;]*m", output)
-    bare = re.sub("\x1b\\[[0-9;]*m", "", output)
-    lines = bare[bare.rindex("\ntokens  ") + 1 :].splitlines()
-    # A command to copy stays in one piece.
-    assert max(len(line) for line in lines if "specbench generate " not in line) <= 80
-    heads = [head for line in lines if (head := line[:8].strip())]  # a longer line continues below its head
-    assert heads[:2] == ["tokens", "steps"]

@@ -16,10 +16,9 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.bench.pairs import predict
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import ExpertsRead
-from specbench.generate import GenerationRun
+from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
 from specbench.models.target import wrap_target
-from specbench.policies import FixedLength
 from specbench.results.lines import StepLists
 
 FAMILIES = (
@@ -80,12 +79,7 @@ def test_a_dense_model_has_no_experts():
 def decoded(model: Any, **options: Any) -> Any:
     target = wrap_target(model, name="tiny", pack=False)
     drafter = survey.Guesses(IDS, survey.generated(model, IDS), 4)
-    run = GenerationRun(
-        IDS, target, drafter, policy=FixedLength(4), max_new_tokens=20, ignore_eos=True, **options
-    )
-    for _ in run:
-        pass
-    return run.result()
+    return speculative_generate(IDS, target, drafter, gamma=4, max_new_tokens=20, ignore_eos=True, **options)
 
 
 def test_steps_keep_what_their_pass_read():

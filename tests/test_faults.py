@@ -1,30 +1,25 @@
-"""Faults, for real: processes that are killed, disks that are full, slow or read-only, downloads that break off.
+"""Faults, for real: processes that are killed, disks that are full, caches that several share.
 
 What a store, a cache or a stream does about each of them in one process stands in their own test files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import fault_child
 import forked
-import huggingface_hub
 import pytest
 from forked import CONTEXT, PATIENCE_S, Forked
 from scripted_engine import ScriptedEngine, make_sweep, new_store
@@ -32,15 +27,12 @@ from stored_runs import run_json
 from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
-from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.errors import RunError, UsageError
 from specbench.bench.session import Session
 from specbench.models.builtin import prepare_gguf
-from specbench.models.load import load_model
-from specbench.options import LoadOptions
 from specbench.results.results import load_results
 from specbench.results.trace import read_trace
 
-CPU = LoadOptions("float32", "cpu")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, limits and mounts of POSIX")
 
 
@@ -313,147 +305,3 @@ def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(tiny_gguf, 
     assert second.wait() == 0, second.errors
     assert second.stages[-1] == "writing the copy of tiny.gguf"
     assert left_in(own_cache) == [Path((second.place / "folder").read_text()).name]
-
-
-# -- downloads -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Site:
-    """A web server that may break off in the middle of a file, and keeps what it was asked.
-
-    Attributes:
-        files: Contents and headers by path.
-        cut: Whether answers stop half way.
-        asked: Method and path.
-    """
-
-    files: dict[str, tuple[bytes, dict[str, str]]] = field(default_factory=dict)
-    cut: bool = False
-    asked: list[tuple[str, str]] = field(default_factory=list)
-    address: str = ""
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def __init__(self, site: Site, *arguments: Any) -> None:
-        self.site = site
-        super().__init__(*arguments)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        wanted = self.headers.get("Range")
-        self.site.asked.append((self.command, self.path))
-        content, headers = self.site.files.get(self.path, (None, {"X-Error-Code": "EntryNotFound"}))
-        self.send_response(404 if content is None else 206 if wanted else 200)
-        body = content or b""
-        if wanted and content is not None:
-            start = int(wanted.removeprefix("bytes=").partition("-")[0])
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-            body = body[start:]
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            half = self.site.cut and len(body) > 10_000
-            self.wfile.write(body[: len(body) // 2] if half else body)
-            if half:
-                self.wfile.flush()
-                self.close_connection = True
-
-    do_HEAD = do_GET  # noqa: N815 - as the base class names it
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    made = Site()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, made))
-    server.daemon_threads = True
-    made.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield made
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-class Hub:
-    """The hub: one model, whose weights are a large file to it."""
-
-    repository, commit = "/org/name", "0123456789abcdef0123456789abcdef01234567"
-
-    def __init__(self, site: Site, folder: Path, cache: Path) -> None:
-        self.cache = cache
-        names = [path.name for path in sorted(folder.iterdir())]
-        model = {"id": "org/name", "sha": self.commit, "siblings": [{"rfilename": name} for name in names]}
-        tree = [
-            {"type": "file", "path": name, "size": (folder / name).stat().st_size, "oid": "0" * 40}
-            for name in names
-        ]
-        told = {"revision/main": model, f"tree/{self.commit}?recursive=true&expand=false": tree}
-        for place, content in told.items():
-            site.files[f"/api/models{self.repository}/{place}"] = (json.dumps(content).encode(), {})
-        for name in names:
-            content = (folder / name).read_bytes()
-            git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324 - git's choice
-            headers = {"X-Repo-Commit": self.commit, "ETag": f'"{git}"'}
-            if name.endswith(".safetensors"):
-                headers["X-Linked-ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
-                headers["X-Linked-Size"] = str(len(content))
-            for revision in ("main", self.commit):
-                site.files[f"{self.repository}/resolve/{revision}/{name}"] = (content, headers)
-
-    def load(self) -> dict[str, str]:
-        """Load the model: its fingerprint, or the error."""
-        try:
-            return {"fingerprint": str(load_model("org/name", CPU, tokenizer=False).fingerprint)}
-        except SpecbenchError as error:
-            return {"error": str(error), "kind": type(error).__name__}
-
-    def cached(self, name: str) -> Path:
-        """Where a file of the model really lies."""
-        return (self.cache / "models--org--name" / "snapshots" / self.commit / name).resolve()
-
-
-@pytest.fixture
-def hub(site, models, tmp_path, monkeypatch) -> Hub:
-    constants = huggingface_hub.constants
-    for name, value in {
-        "ENDPOINT": site.address,
-        "HUGGINGFACE_CO_URL_TEMPLATE": f"{site.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-    }.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # the hub's client waits before it tries again
-    return Hub(site, models / "tiny", tmp_path / "hub")
-
-
-def test_a_hub_models_files_are_fetched_again_when_broken_off_and_refused_when_damaged(hub, site):
-    site.cut = True
-    broken = hub.load()
-    assert broken["kind"] == "RunError", broken
-    assert "cannot be fetched" in broken["error"] or "does not send it" in broken["error"]
-    assert "\n" not in broken["error"]
-    site.cut = False
-    whole = hub.load()
-    assert set(whole) == {"fingerprint"}, whole
-    asked = len(site.asked)
-    assert hub.load() == whole
-    again = [path for method, path in site.asked[asked:] if method == "GET"]
-    assert all(path.startswith("/api/") for path in again), "an intact cache was fetched again"
-    for name in ("config.json", "model.safetensors"):
-        content = hub.cached(name).read_bytes()
-        hub.cached(name).write_bytes(content[: len(content) // 2])
-        damaged = hub.load()
-        assert "\n" not in damaged["error"]
-        assert name in damaged["error"], damaged
-        hub.cached(name).write_bytes(content)
-    assert hub.load() == whole

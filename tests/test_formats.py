@@ -126,10 +126,9 @@ def test_forced_tokens_come_in_one_pass_and_do_not_count_as_drafted_by_the_polic
 
 def test_forced_drafted_and_corrected_tokens_are_stored_traced_and_explained_apart(target, cli, tmp_path):
     schema = f"json-schema={PERSON}"
-    run = GenerationRun(PROMPT, target, f"grammar+{MODEL}", format=schema, max_new_tokens=60, trace=True)
-    for _ in run:
-        pass
-    result = run.result()
+    result = speculative_generate(
+        PROMPT, target, f"grammar+{MODEL}", format=schema, max_new_tokens=60, trace=True
+    )
     forced = sum(step.forced_accepted for step in result.steps)
     stored = StepLists.of(result.steps)
     assert sum(stored.accepted) > sum(stored.forced) == forced > 0

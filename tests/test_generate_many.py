@@ -13,7 +13,6 @@ from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 
 from specbench import (
     GenerationRun,
-    Sampling,
     UsageError,
     load_drafter,
     speculative_generate,
@@ -102,32 +101,6 @@ def test_outputs_are_those_alone(batch, most, tokens, page):
     assert many.factory is not None
     assert (many.factory.use is None) == (batch == 1)
     assert many.factory.use is None or many.factory.use.used == 0
-
-
-@pytest.mark.smoke
-def test_a_seed_gives_the_same_tokens_whatever_the_neighbors():
-    settings = {"sampling": Sampling(0.9)}
-    seeds = [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
-    together = GenerationRuns(
-        [run(number, seed=seed, **settings) for number, seed in enumerate(seeds)], max_batch=4
-    )
-    expected = []
-    for number, seed in enumerate(seeds):
-        expected.append(run(number, seed=seed, **settings))
-        assert all(True for _ in expected[-1])
-    assert [told(each) for each in together.results()] == [told(each.result()) for each in expected]
-
-
-@pytest.mark.parametrize("rule", ["egag", "svip", "dynamic-tree:nodes=5", "heuristic"])
-def test_rules_learn_from_their_own_request_alone(rule):
-    policy, own = build_policy(rule), drafter("model")
-    many = speculative_generate_many(
-        prompts()[:6], target(), own, policy=policy, max_new_tokens=NEW, max_batch=3
-    )
-    for found, prompt in zip(many.results(), prompts(), strict=False):
-        assert told(found) == told(
-            speculative_generate(prompt, target(), own, policy=build_policy(rule), max_new_tokens=NEW)
-        )
 
 
 @pytest.mark.parametrize("kind", ["preallocated", "none", "int8", "int4"])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from test_native import CONTEXT, build, passes
 from specbench.backends.torch import forward as ways
 from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Drafter, ForwardRequest
+from specbench.decoding.protocols import Drafter
 from specbench.generate import speculative_generate
 from specbench.kernels.surgery import pack, quantize
 from specbench.kernels.weights import can_pack
@@ -57,30 +57,6 @@ def choice(target: Target, drafter: Drafter | None) -> tuple[int, ...]:
     """The same by specbench."""
     settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": CHOSEN, "ignore_eos": True}
     return speculative_generate(CONTEXT[:30], target, drafter, **settings).token_ids
-
-
-def test_prompts_are_read_in_chunks_and_not_copied_by_the_first_step(monkeypatch):
-    monkeypatch.setattr(ways, "_CHUNK_ROWS", 60)
-    model, text, read = packed_model(), (CONTEXT * 7)[:260], list[int]()
-    ordinary, scorer = (Scorer(model) for _ in range(2))
-    if type(scorer.forward) is not ways.NativeForward:
-        pytest.skip("no native library here")
-    ordinary.forward = ways.HFForward(model, ordinary.cache)
-    for each in (ordinary, scorer):
-        each.begin()
-    real = ways.HFForward.run
-    expected = ordinary.score(ForwardRequest(ordinary, text, rows=100, layers=[1, 3]))
-    monkeypatch.setattr(
-        ways.HFForward, "run", lambda way, ids, *more: read.append(ids.shape[1]) or real(way, ids, *more)
-    )
-    found = scorer.score(ForwardRequest(scorer, text, rows=100, layers=[1, 3]))
-    assert read == [52] * 5
-    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(cast("torch.Tensor", found.hidden), expected.hidden, rtol=1e-3, atol=1e-3)
-    layers = scorer.cache.model_kwargs()["past_key_values"].layers
-    kept = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers]
-    scorer.logits([*text, 5])
-    assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers] == kept
 
 
 def test_products_that_are_replaced_later_are_noticed():

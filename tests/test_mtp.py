@@ -23,7 +23,7 @@ from transformers.modeling_layers import MtpModel
 
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
-from specbench.generate import GenerationRun
+from specbench.generate import speculative_generate
 from specbench.models.default import default_drafter
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.head_files import find_head
@@ -159,9 +159,8 @@ def test_several_layers_draft_no_more_tokens_than_there_are_layers(folder):
     drafter = load_drafter("mtp", target, PLAIN)
 
     def drafted(prompt: list[int]) -> list[int]:
-        run = GenerationRun(prompt, target, drafter, policy=FixedLength(9), max_new_tokens=16)
-        assert all(True for _ in run)
-        return [len(step.drafted) for step in run.result().steps]
+        found = speculative_generate(prompt, target, drafter, policy=FixedLength(9), max_new_tokens=16)
+        return [len(step.drafted) for step in found.steps]
 
     assert max(drafted(CONTEXT)) == 4
     assert not drafted(CONTEXT[:1])[0], "the last layer has no entry yet"
@@ -175,18 +174,12 @@ def test_greedy_outputs_are_the_targets(folder, family, layers):
     target = load_target(str(made.folder), PLAIN)
     drafter = load_drafter("mtp", target, PLAIN)
     options: Any = {"max_new_tokens": 12, "min_new_tokens": 12}
-
-    def tokens(drafter: Any, **more: Any) -> Any:
-        run = GenerationRun(CONTEXT, target, drafter, **options, **more)
-        assert all(True for _ in run)
-        return run.result()
-
-    expected = tokens(load_drafter("none", target)).token_ids
+    expected = speculative_generate(CONTEXT, target, None, **options).token_ids
     policies = [FixedLength(3)]
     if family not in CHAINS:
         policies.append(StaticTreePolicy.shaped((-1, -1, 0, 0, 1)))
     for policy in policies:
-        found = tokens(drafter, policy=policy)
+        found = speculative_generate(CONTEXT, target, drafter, policy=policy, **options)
         assert found.token_ids == expected
         assert any(step.drafted for step in found.steps)
 
@@ -227,8 +220,7 @@ def test_layers_of_a_quantized_checkpoint_are_unpacked(tmp_path, family):
     head = load_head(checkpoint_files(made.folder, target.language_model.model.config, "m"), LAYERS)
     assert torch.equal(head.tensors[name], expected)
     assert not any("scale" in name for name in head.tensors)
-    result = GenerationRun(CONTEXT, target, drafter, max_new_tokens=8)
-    assert all(True for _ in result)
+    speculative_generate(CONTEXT, target, drafter, max_new_tokens=8)
     assert default_for(str(made.folder)) == "mtp"
 
 

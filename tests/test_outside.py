@@ -225,12 +225,6 @@ def test_trees_are_refused_before_the_target_is_loaded_where_the_class_drafts_ch
     assert "dynamic-tree is left out with mine.py:Last: it drafts trees, and only chains can be" in done.err
 
 
-def test_check_calls_an_honest_q_lossless(run):
-    for sampling in ((), ("--temperature", 1)):
-        done = run("check", "--drafter", "./mine.py:Drawn", "--prompts", "./p.jsonl", "--gamma", 2, *sampling)
-        assert done.out.startswith("Lossless in this check: mine.py:Drawn γ=2 keeps"), done.out
-
-
 def test_a_changed_file_runs_again(folder):
     target = wrap_target(tiny_llama(), tiny_tokenizer())
     before = load_drafter("./mine.py:Last", target)

@@ -18,7 +18,7 @@ from head_files import (
 from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
 
-from specbench import GenerationRun, RunError, load_drafter, wrap_target
+from specbench import RunError, load_drafter, speculative_generate, wrap_target
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
@@ -104,9 +104,7 @@ def test_tokens_of_a_cascade_are_read_before_the_masks(tmp_path, right):
 
 def decoded(own: Target, drafter: Drafter | None, prompt: Sequence[int] = PROMPT, **more: Any) -> Generation:
     settings = {"policy": FixedLength(4), "max_new_tokens": 40, "ignore_eos": True, **more}
-    run = GenerationRun(prompt, own, drafter, **settings)
-    assert all(True for _ in run)
-    return run.result()
+    return speculative_generate(prompt, own, drafter, **settings)
 
 
 def accepted(found: Generation) -> int:

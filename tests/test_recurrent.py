@@ -20,7 +20,7 @@ from specbench.check.deviation import clean_rows
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.drafters.model import ModelDrafter
-from specbench.generate import GenerationRun
+from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns, speculative_generate_many
 from specbench.kernels import native
 from specbench.kernels.recurrence import delta_rule
@@ -148,10 +148,7 @@ def test_the_target_is_read_once_per_step(kind, monkeypatch):
         type(model), "forward", lambda *a, **k: fed.append(k["input_ids"].shape[1]) or forward(*a, **k)
     )
     drafter = survey.Guesses(IDS, expected, 4)
-    run = GenerationRun(IDS, target, drafter, policy=FixedLength(4), max_new_tokens=40, ignore_eos=True)
-    for _ in run:
-        pass
-    result = run.result()
+    result = speculative_generate(IDS, target, drafter, gamma=4, max_new_tokens=40, ignore_eos=True)
     assert list(result.token_ids) == expected
     assert len(fed) == len(result.steps) + 1, "the prompt's pass and one for each step"
     assert sum(fed) == len(IDS) + sum(1 + len(step.drafted) for step in result.steps)

@@ -20,7 +20,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
-from specbench.generate import GenerationRun
+from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.policies import build_policy
@@ -157,13 +157,10 @@ def output(spec: str | None, rule: str, cache: Any = "static") -> tuple[list[int
     language_model = tiny_language_model()
     target = wrap_target(language_model.model, language_model.tokenizer, cache=cache)
     drafter = None if spec is None else load_drafter(spec, target, cache=cache)
-    run = GenerationRun(
+    found = speculative_generate(
         CONTEXT, target, drafter, policy=build_policy(rule), max_new_tokens=32, ignore_eos=True
     )
-    for _ in run:
-        pass
-    generation = run.result()
-    return list(generation.token_ids), generation.steps
+    return list(found.token_ids), found.steps
 
 
 @pytest.fixture
@@ -191,19 +188,11 @@ def test_the_output_is_the_targets_own(spec, rule, cache, read_late):
 def test_heads_whose_drafts_are_read_late_leave_the_output_as_it_is(kind, read_late, tmp_path):
     target = wrap_target(few_tokens(), pack=False)
     head = few_head(tmp_path, kind, target)
-    outputs = []
-    for drafter in (None, head):
-        run = GenerationRun(
-            [1, 2, 3, 1, 2],
-            target,
-            drafter,
-            policy=build_policy("fixed:gamma=3"),
-            max_new_tokens=40,
-            ignore_eos=True,
-        )
-        assert all(True for _ in run)
-        outputs.append(run.result().token_ids)
-    assert outputs[0] == outputs[1]
+    plain, drafted = (
+        speculative_generate([1, 2, 3, 1, 2], target, drafter, gamma=3, max_new_tokens=40, ignore_eos=True)
+        for drafter in (None, head)
+    )
+    assert plain.token_ids == drafted.token_ids
 
 
 def test_drafts_read_late_are_the_same_drafts(read_late, monkeypatch):
