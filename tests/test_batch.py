@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_zoo import ZOO, build
+from test_zoo import zoo_model
 from tiny import tiny_llama
 
 from specbench.backends.torch.batch import BatchedModel
@@ -27,8 +27,7 @@ APART = ("gpt-oss", "deepseek-v3", "falcon")
 @cache
 def loaded(name: str, pack: bool = True) -> Scorer:
     """The scorer of a tiny model, in few operators where it is packed and known."""
-    class_name, config = ZOO[name]
-    return wrap_target(build(class_name, config()), name=name, pack=pack).scorer
+    return wrap_target(zoo_model(name), name=name, pack=pack).scorer
 
 
 def pool_of(scorer: Scorer, page: int = 16) -> KVPool:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from test_zoo import zoo_model
 from tiny import tiny_llama
-from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM
 
 from specbench.backends.torch import attention, forward, trials
 from specbench.backends.torch.attention import KEY_BLOCK, LONGEST_PASS
@@ -191,12 +192,8 @@ def test_a_tree_wider_than_a_short_pass_is_read_in_parts():
 def test_what_is_not_bit_exact_says_so():
     reason = scorer_of(tiny_llama(), "dynamic").why_not_bit_exact()
     assert "preallocated" in (reason or "")
-    sliding = MistralConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, sliding_window=16,
-    )  # fmt: skip
     with pytest.raises(UsageError, match="sliding window"):
-        wrap_target(MistralForCausalLM(sliding).eval(), name="tiny", cache="bit-exact")
+        wrap_target(zoo_model("mistral"), name="tiny", cache="bit-exact")
     with pytest.raises(UsageError, match="too short"):
         wrap_target(tiny_llama(context=32), name="tiny", cache="bit-exact")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_zoo import VOCABULARY as VOCAB
-from test_zoo import WINDOW, ZOO, build
+from test_zoo import WINDOW, ZOO, zoo_model
 from tiny import tiny_llama
 
 from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
@@ -43,8 +43,7 @@ CASES = [
 @cache
 def tiny(family: str) -> Any:
     """A random model; the same object every time, so nothing may change it."""
-    class_name, config = ZOO[family]
-    return build(class_name, config())
+    return zoo_model(family)
 
 
 def whole(model: Any, context: Sequence[int], drafted: Sequence[int] = ()) -> torch.Tensor:

@@ -9,11 +9,10 @@ from itertools import islice
 from typing import Any
 
 import pytest
-import torch
 from head_files import eagle_tensors, speculators_settings, write_head
 from test_heads import drafter_of, tiny_target
+from test_zoo import zoo_model
 from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
-from transformers import MistralConfig, MistralForCausalLM
 
 from specbench import GenerationRun, load_drafter, wrap_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
@@ -163,15 +162,7 @@ def test_another_generation_in_between_or_another_drafter_begins_anew():
 
 
 def test_windows_that_forget_heads_and_no_cache_at_all_read_it_again(tmp_path):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = MistralConfig(
-            vocab_size=len(tiny_tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, sliding_window=16, initializer_range=0.3,
-            bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
-        model = MistralForCausalLM(config).eval()
-    sliding = wrap_target(model, tiny_tokenizer())
+    sliding = wrap_target(zoo_model("mistral", vocab_size=len(tiny_tokenizer())), tiny_tokenizer())
     uncached = prepare_target(wrap_model(tiny_llama(), tiny_tokenizer(), name="tiny"), "none")
     headed = tiny_target()
     head = drafter_of(write_head(tmp_path / "head", speculators_settings(), eagle_tensors()), headed)

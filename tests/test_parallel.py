@@ -15,8 +15,8 @@ from head_files import (
     wrapped_pard,
     write_model,
 )
+from test_zoo import zoo_model
 from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
-from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from specbench import RunError, load_drafter, speculative_generate, wrap_target
 from specbench.backends.torch.caches import CACHE_KINDS
@@ -124,25 +124,11 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept):
     assert total > 10
 
 
-def other_model(kind: str, seed: int) -> Any:
-    """A model whose cache has windows or recurrent states."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 9, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": None,
-        "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if kind == "windows":
-            return MistralForCausalLM(MistralConfig(**sizes, sliding_window=4)).eval()
-        return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])).eval()
-
-
-@pytest.mark.parametrize("kind", ["windows", "recurrent layers"])
-def test_drafters_and_targets_whose_caches_slide_or_recur(kind):
-    own = wrap_target(other_model(kind, 0), pack=False)
+@pytest.mark.parametrize(("family", "changed"), [("mistral", {"sliding_window": 4}), ("lfm2", {})])
+def test_drafters_and_targets_whose_caches_slide_or_recur(family, changed):
+    own = wrap_target(zoo_model(family, vocab_size=9, **changed), pack=False)
     expected = decoded(own, None).token_ids
-    drafter = wrapped_pard(other_model(kind, 1), own)
+    drafter = wrapped_pard(zoo_model(family, 1, vocab_size=9, **changed), own)
     for each in (drafter, CascadeDrafter(LookupDrafter(), drafter)):
         for new in (40, 12):
             assert decoded(own, each, max_new_tokens=new).token_ids == expected[:new]

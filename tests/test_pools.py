@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_llama
@@ -128,28 +127,20 @@ def test_a_request_that_never_fits_is_told_apart_from_one_that_waits():
 # -- what a slot holds -----------------------------------------------------------------------------
 
 
-WINDOW = 8
 CONTEXT = [(7 * i * i + 3 * i) % 50 for i in range(60)]
 
 
 @cache
-def model(sliding: bool = False) -> Any:
-    if not sliding:
-        return tiny_llama(vocab_size=50)
-    config = hf.MistralConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.3, sliding_window=WINDOW, max_position_embeddings=512,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return hf.MistralForCausalLM(config).eval()
+def model() -> Any:
+    return tiny_llama(vocab_size=50)
 
 
-def alone(tokens: list[int], rows: int, *, sliding: bool = False) -> torch.Tensor:
-    return Scorer(model(sliding), "none").logits(tokens[:-1], tokens[-1:], rows)
+def alone(tokens: list[int], rows: int) -> torch.Tensor:
+    return Scorer(model(), "none").logits(tokens[:-1], tokens[-1:], rows)
 
 
-def pool(tokens: int = 256, page: int = PAGE, *, sliding: bool = False) -> KVPool:
-    return KVPool(model(sliding).config, tokens, page)
+def pool(tokens: int = 256, page: int = PAGE) -> KVPool:
+    return KVPool(model().config, tokens, page)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from head_files import few_head, few_tokens
+from test_zoo import zoo_model
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.backends.torch.caches
@@ -26,10 +26,6 @@ from specbench.models.target import wrap_target
 from specbench.policies import build_policy
 
 CONTEXT = [5, 9, 14, 3, 8, 21, 2]
-SIZES: dict[str, Any] = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3,
-}  # fmt: skip
 
 
 def repeated(run: Callable[[], ForwardOutput]) -> tuple[Callable[[], None], ForwardOutput]:
@@ -131,22 +127,16 @@ def test_trees_are_verified_in_captured_passes():
 
 
 def test_models_it_cannot_hold_are_refused():
-    sliding = hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=8)).eval()
     with pytest.raises(UsageError, match="cannot hold layers of the kind"):
-        Scorer(sliding, "static")
-    torch.manual_seed(0)
-    alibi = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
+        Scorer(zoo_model("mistral"), "static")
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(UsageError, match="does not support this model"):
-            Scorer(hf.BloomForCausalLM(alibi).to(dtype).eval(), "static")
+            Scorer(zoo_model("bloom").to(dtype), "static")
 
 
-@pytest.mark.parametrize("kind", ["Qwen3", "Phi3", "Mixtral"])
+@pytest.mark.parametrize("kind", ["qwen3", "phi3", "mixtral"])
 def test_families_of_models_give_the_same_in_it(kind):
-    torch.manual_seed(0)
-    more = {"pad_token_id": 0} if kind == "Phi3" else {"num_local_experts": 2} if kind == "Mixtral" else {}
-    config = getattr(hf, f"{kind}Config")(**SIZES, **more)
-    model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
+    model = zoo_model(kind)
     assert_alike(static(model, captured=True), Scorer(model), close=1e-3)
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import Cli, refusal
+from test_zoo import zoo_model
 from tiny import tiny_llama, tiny_tokenizer
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer, OfTarget
 from specbench.backends.torch.heads import MedusaHeads
@@ -306,33 +305,15 @@ def test_what_cannot_be_trained_is_refused(train, target, tmp_path, monkeypatch)
     assert said.endswith("has no space left. Free some, and add --resume.")
 
 
-OF_OTHER_CLASSES: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 16},
-    "gemma3_text": {"head_dim": 16, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
-    "deepseek_v3": {
-        "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8,
-        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1, "num_key_value_heads": 4,
-    },
-    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
-}  # fmt: skip
-"""Settings of tiny targets; the last has no decoder layers that an MTP layer can be made of."""
-
-
-@pytest.mark.parametrize("model_type", OF_OTHER_CLASSES)
-def test_an_mtp_layer_is_of_the_targets_class_where_that_can_be(tmp_path, model_type):
-    sizes = {
-        "vocab_size": 290, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[model_type](**{**sizes, **OF_OTHER_CLASSES[model_type]})
-    model = AutoModelForCausalLM.from_config(config).eval()
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "deepseek-v3", "gpt2"])
+def test_an_mtp_layer_is_of_the_targets_class_where_that_can_be(tmp_path, family):
+    """The last has no decoder layers that an MTP layer can be made of."""
+    model = zoo_model(family, vocab_size=290)
     model.generation_config.do_sample = False
     target = wrap_target(model, tiny_tokenizer(), name="other", pack=False)
     student = student_of(model, "mtp")
     own = student.settings()["transformer_layer_config"]["model_type"]
-    assert own == ("llama" if model_type == "gpt2" else model_type)
+    assert own == ("llama" if family == "gpt2" else model.config.model_type)
     write_head(tmp_path / "head", student, target)
     drafter: Any = load_drafter(str(tmp_path / "head"), target, LoadOptions(dtype="float32"))
     context, draft = [5, 19, 2, 77, 11], [8, 30]

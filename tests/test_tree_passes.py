@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from test_zoo import zoo_model
 from tiny import tiny_llama
 
 from specbench.backends.torch.scorer import Scorer
@@ -86,13 +87,7 @@ def test_what_a_cache_has_not_read_of_a_path_is_not_kept():
 
 
 def test_caches_that_forget_take_none():
-    import transformers as hf
-
-    config = hf.MistralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, sliding_window=8,
-    )  # fmt: skip
-    sliding = hf.MistralForCausalLM(config).eval()
+    sliding = zoo_model("mistral")
     assert not Scorer(sliding).takes_trees
     assert not Scorer(sliding, "preallocated").takes_trees
     assert not Scorer(tiny_llama(), "none").takes_trees
@@ -100,8 +95,4 @@ def test_caches_that_forget_take_none():
 
 def test_models_that_go_by_the_order_of_tokens_are_found_out():
     """ALiBi takes distances from the places of tokens in the pass: the trial shows that trees come out wrong."""
-    import transformers as hf
-
-    torch.manual_seed(0)
-    config = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
-    assert not Scorer(hf.BloomForCausalLM(config).eval()).takes_trees
+    assert not Scorer(zoo_model("bloom")).takes_trees

@@ -97,11 +97,16 @@ def build(class_name: str, config: Any, seed: int = 0) -> Any:
     return model
 
 
+def zoo_model(name: str, seed: int = 0, **changed: Any) -> Any:
+    """A random model of a family, with some settings changed."""
+    class_name, config = ZOO[name]
+    return build(class_name, config(**changed), seed)
+
+
 def talkative(name: str) -> tuple[Any, dict[str, list[int]]]:
     """A random model that does not repeat itself at once, and what `generate` makes of both prompts."""
-    class_name, config = ZOO[name]
     for seed in range(20):
-        model = build(class_name, config(), seed)
+        model = zoo_model(name, seed)
         expected = {"beyond": survey.generated(model, BEYOND), "within": survey.generated(model, WITHIN)}
         if all(len(set(answer)) > 8 for answer in expected.values()):
             return model, expected
