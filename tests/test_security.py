@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_runs import write_exact
 from test_builtin import write_gguf
+from test_composites import whole_model
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import SpecbenchError, UsageError
@@ -119,7 +120,11 @@ def test_a_model_does_not_choose_the_code_it_is_computed_by(tmp_path, settings_o
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch)
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
     monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda: True)
-    folder = save_gemma3(tmp_path / "model") if nested else save_tiny(tmp_path / "model")
+    folder = tmp_path / "model"
+    if nested:  # a configuration within a configuration
+        whole_model("gemma3").save_pretrained(folder)
+    else:
+        save_tiny(folder)
     ordinary = load_model(str(folder), CPU, tokenizer=False)
     file = folder / "config.json"
     raw = json.loads(file.read_text())
@@ -132,18 +137,6 @@ def test_a_model_does_not_choose_the_code_it_is_computed_by(tmp_path, settings_o
         if (config := getattr(module, "config", None)) is not None:
             assert config._attn_implementation == same.config._attn_implementation
             assert config._experts_implementation == same.config._experts_implementation
-
-
-def save_gemma3(folder: Path) -> Path:
-    """A tiny multimodal model: a configuration within a configuration."""
-    import transformers as hf
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = hf.Gemma3TextConfig(vocab_size=64, num_key_value_heads=1, head_dim=8, **sizes)
-    vision = hf.SiglipVisionConfig(image_size=28, patch_size=14, **sizes)
-    config = hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    hf.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
