@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,17 +184,6 @@ def test_running_out_of_memory_is_an_error_of_this_generation(engine, monkeypatc
             with pytest.raises(RunError, match="not enough memory"):
                 run(engine, plain)
         assert run(engine, plain).token_ids == expected
-
-
-def test_a_drafter_that_was_not_loaded_fails_where_it_is_needed(engine):
-    *others, small = engine.drafters
-    engine.drafters = (*others, replace(small, outcome=RunError("It does not fit.")))
-    configs = {config.id: config for config in grid()}
-    with pytest.raises(RunError, match="It does not fit"):
-        run(engine, configs["small@3"])
-    run(engine, configs["lookup@3"])
-    costs = engine.measure_costs(PROMPT, [1, 2])
-    assert set(pass_costs(costs).drafter_s) == {"lookup", "self:int8"}
 
 
 def test_costs_are_times_of_single_passes(engine):

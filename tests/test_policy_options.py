@@ -224,8 +224,6 @@ def call(cli, tmp_path, monkeypatch, models) -> Cli:
         (("--gamma", 3), "fixed:gamma=3"),
         (("--draft-policy", "egag:min=2,max=9,beta=0.5,scale=0.25"),
          "egag:min=2,max=9,beta=0.5,scale=0.25"),
-        (("--draft-policy", "confidence:threshold=0.2"), "confidence:threshold=0.2"),
-        (("--draft-policy", "svip:threshold=0.5,max=6"), "svip:threshold=0.5,max=6"),
         (("--draft-policy", "heuristic", "-g", 2), "heuristic:gamma=2"),
         (("--draft-policy", "auto:max=4"), "auto:max=4"),
     ],

@@ -87,21 +87,6 @@ def test_a_choice_is_wrong_no_oftener_than_it_may_be(races):
     assert wrong <= ERROR * races
 
 
-def test_predictions_help_where_little_can_be_measured():
-    """Sixteen candidates, in the time of some five blocks; and predictions that are 10% off."""
-
-    def regret(seed: int, predicted: float | None) -> float:
-        random = np.random.default_rng([5, seed])
-        truth = {PLAIN: 0.0, **{f"c-{n}": float(random.normal(0.2, 0.12)) for n in range(16)}}
-        made = Simulated(truth, seed=seed, spread=0.2, noise=0.06, predicted=predicted)
-        race = made.race(prompts=60, seconds=200.0)
-        return 1.0 - float(np.exp(truth[race.leader] - max(truth.values())))
-
-    alone, both = ([regret(seed, predicted) for seed in range(30)] for predicted in (None, 0.1))
-    assert sum(both) < 0.75 * sum(alone)
-    assert sum(each <= MARGIN for each in both) > sum(each <= MARGIN for each in alone)
-
-
 @pytest.mark.parametrize(("a", "verdicts"), [(-0.3, {"plain"}), (0.01, {"equal", "faster", "plain"})])
 def test_plain_decoding_wins_where_nothing_is_faster(a, verdicts):
     race = Simulated({PLAIN: 0.0, "a": a, "b": -0.5}, spread=0.01, noise=0.01).race()
