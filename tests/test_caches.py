@@ -164,7 +164,7 @@ def test_many_drops(family, prompt, monkeypatch):
     scorer = Scorer(tiny(family), "preallocated")
     walk = Walk(scorer, prompt)
     drops = set()
-    for _ in range(60):
+    for _ in range(100):
         walk.step(walk.random.choice([0, 1, 4, 12, 20]))
         drops.add(dropped(scorer))
     assert len(drops) > 3
