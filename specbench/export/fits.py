@@ -72,8 +72,10 @@ class ModelFacts:
         """Return a size of its configuration; raise ``RunError`` if it is not there."""
         value = self.text.get(key)
         if key == "vocab_size" and value is None:  # the default of its class
-            embeddings = (name for name in self.headers if name.endswith("embed_tokens.weight"))
-            value = next((self.headers[name].shape[0] for name in embeddings), None)
+            shapes = [
+                each.shape for name, each in self.headers.items() if name.endswith("embed_tokens.weight")
+            ]
+            value = shapes[0][0] if shapes and shapes[0] else None
         if type(value) is not int or value < 1:
             raise RunError(
                 f"The config.json of {self.name} does not say its {key}.", "Name a language model."
@@ -200,7 +202,8 @@ def _faults_of_tensors(
     head: HeadFiles, facts: ModelFacts, width: int, states: int, drafted: int, vocab: int
 ) -> Iterator[str]:
     """Yield how a head's tensors differ from what its configuration and its target ask for."""
-    shapes = {name.removeprefix("model."): tuple(each.shape) for name, each in facts.headers.items()}
+    headers = {name.removeprefix("model."): each.shape for name, each in facts.headers.items()}
+    shapes = {name: shape for name, shape in headers.items() if shape}
     shown = kind_of_tensors(shapes)
     if shown is not None and shown != head.kind and head.kind != "assistant":
         yield (

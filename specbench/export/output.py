@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from specbench._version import __version__
 from specbench.base.errors import UsageError
@@ -102,12 +102,7 @@ def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str)
             "verdict": measured.verdict,
             "in_place_of": setting.instead_of and _figures(setting.instead_of),
         },
-        "options": export.options,
-        "text": export.text,
-        "needs": export.needs,
-        "missing": export.missing,
-        "differs": export.differs,
-        "check": export.check,
+        **asdict(export),
     }
 
 

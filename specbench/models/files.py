@@ -154,8 +154,11 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
         tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
         tokens = tokenizer["model"]["vocab"]
         if isinstance(tokens, list):  # of Unigram, with their scores
-            tokens = {piece[0]: number for number, piece in enumerate(tokens)}
-        return {**tokens, **{each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}}
+            tokens = {str(piece[0]): number for number, piece in enumerate(tokens)}
+        return {
+            **tokens,
+            **{str(each["content"]): each["id"] for each in tokenizer.get("added_tokens") or ()},
+        }
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 

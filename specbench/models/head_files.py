@@ -255,7 +255,9 @@ def unsupported(name: str, reason: str) -> UsageError:
 
 
 def _odd_layers(files: HeadFiles, *, windows: bool = False) -> str | None:
-    """Say in what decoder layers differ from Llama's."""
+    """Say in what decoder layers differ from Llama's; raise ``RunError`` if a size is missing."""
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        files.number(key)
     given, settings = files.layer_settings, files.settings
     if given.get("hidden_act", "silu") not in ("silu", "swish"):
         return f"its activation is {given['hidden_act']!r}"
@@ -277,6 +279,7 @@ def _odd_eagle3(files: HeadFiles) -> str | None:
 
 
 def _odd_block(files: HeadFiles) -> str | None:
+    files.token("mask_token_id")
     other = files.setting("projector_type", Any) not in (None, files.kind)
     return "it has projector_type" if other else _odd_layers(files, windows=True)
 

@@ -31,8 +31,6 @@ Make: TypeAlias = Callable[[HeadFiles, EagleShape], nn.Module]
 
 def _layer_config(files: HeadFiles) -> LlamaConfig:
     """Return the configuration of a head's decoder layers; raise ``RunError`` if it is damaged."""
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-        files.number(key)
     given = {key: files.layer_settings.get(key) for key in _SETTINGS}
     try:
         return LlamaConfig(**{key: value for key, value in given.items() if value is not None})
