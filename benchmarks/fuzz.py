@@ -222,7 +222,7 @@ def draw(number: int, models: str | None = None) -> Case:
     elif roll < 0.7:
         case.drafter = "model"
     elif roll < 0.85:
-        front = r.choice(("lookup", "ngram", "suffix", "lookup:passes=2"))
+        front = r.choice(("lookup", "ngram", "suffix", "lookup:min=1"))
         case.drafter = f"{front}+{r.choice(('model', own))}"
     else:
         case.drafter = "guesses"

@@ -82,7 +82,6 @@ def on_targets_cache(target: ScriptedScorer) -> SelfDrafter:
 CASCADES: dict[str, Callable[[ScriptedScorer], CascadeDrafter]] = {
     "lookup+model": lambda target: Watched(LookupDrafter(Lookup(None)), model(target)),
     "lookup:min=2+model": lambda target: Watched(LookupDrafter(Lookup(None, 2)), model(target)),
-    "lookup:min=2,passes=1+model": lambda target: Watched(LookupDrafter(Lookup(None, 2)), model(target), 1),
     "lookup:min=2+self": lambda target: Watched(LookupDrafter(Lookup(None, 2)), on_targets_cache(target)),
     "ngram:min=2+model": lambda target: Watched(NGramDrafter(NGram(min=2)), model(target)),
     "ngram:sample,min=2+self": lambda target: Watched(
@@ -136,7 +135,7 @@ def engine_of(spec: str, cache: CacheKind) -> tuple[Any, Any]:
 
 
 SPECS = (
-    "lookup+MODEL", "ngram:min=1,top-k=2+self:layers=2", "lookup:min=1,passes=2+MODEL", "lookup:min=1+self:int8",
+    "lookup+MODEL", "ngram:min=1,top-k=2+self:layers=2", "lookup:min=1+MODEL", "lookup:min=1+self:int8",
     "ngram+MODEL", "lookup:min=1+self:int8,skip=1", "suffix+MODEL",
 )  # fmt: skip
 
@@ -177,12 +176,10 @@ def scripted(tokens: Sequence[int], start: int, kind: type[ScriptedScorer] = Car
     return kind(fixed_script(tokens, VOCAB, start), VOCAB, **options)
 
 
-def cascade(
-    script: Sequence[int], start: int, min_match: int = 2, max_passes: int | None = None, **options: Any
-) -> Any:
+def cascade(script: Sequence[int], start: int, min_match: int = 2, **options: Any) -> Any:
     """Lookup, and a model that goes on with ``script`` behind a context of ``start`` tokens."""
     drafter = ModelDrafter(scripted(script, start, **options), "model")
-    return Watched(LookupDrafter(Lookup(None, min_match)), drafter, max_passes)
+    return Watched(LookupDrafter(Lookup(None, min_match)), drafter)
 
 
 BEGUN, NEW_TEXT = [1, 2, 3, 4, 5, 6, 9], [1, 2, 3, 4, 5, 6, 7]
@@ -197,13 +194,10 @@ BEGUN, NEW_TEXT = [1, 2, 3, 4, 5, 6, 9], [1, 2, 3, 4, 5, 6, 7]
         (BEGUN, [2, 3, 0], {"room": 3}, [2, 3, 4], "mmf", 2),
         (BEGUN, [2, 3, 0], {"room": 0}, [], "", 0),
         (BEGUN, [2, 3, 0], {"policy": FixedLength(5)}, [2, 3, 4, 5, 6], "mmfff", 2),
-        (BEGUN, [2, 3, 0], {"max_passes": 2}, [2, 3, 4, 5, 6, 9], "mmffff", 2),
-        (NEW_TEXT, [8, 9, 10], {"max_passes": 2}, [8, 9], "mm", 2),
     ],
 )
 def test_who_drafts(context, script, limits, tokens, drafted, passes):
-    limits = dict(limits)
-    drafter = cascade(script, len(context), max_passes=limits.pop("max_passes", None))
+    drafter = cascade(script, len(context))
     draft = propose(drafter, context, **limits)
     assert (draft.tokens, kinds(draft)) == (tokens, drafted)
     assert draft.passes == len(drafter.model.scorer.passes) == passes
@@ -270,9 +264,6 @@ def test_a_rule_may_have_the_model_draft_where_there_is_a_match():
     assert policy.seen[:3] == [(0, True), (1, True), (2, True)], (
         "the evidence for the token in question is there"
     )
-    once = kinds(propose(cascade([0], len(context), max_passes=1), context, Preferring(1)))
-    assert once.startswith("fm")
-    assert once.count("m") == 1
     behind = cascade([0], len(context), context_limit=5)
     assert kinds(propose(behind, context, Preferring(0))) == "fffff", "the model cannot"
 
@@ -332,9 +323,9 @@ def test_a_cascade_is_told_by_its_first_word(tmp_path, monkeypatch):
     [
         ("lookup+lookup", "'lookup', is no model"), ("lookup+none", "'none', is no model"),
         ("ngram+lookup+self:int8", "is no model"), ("lookup+", "is no model"),
-        ("lookup:speed=1+self:int8", "'speed'"), ("lookup:passes=0+self:int8", "'passes'"),
-        ("lookup:passes=x+self:int8", "'passes'"), ("lookup:min=5,n=3+self:int8", "'min'"),
-        ("ngram:min=4+self:int8", "'min'"), ("lookup:passes=2", "'passes'"), ("lookup+self", "'self'"),
+        ("lookup:speed=1+self:int8", "'speed'"), ("lookup:min=0+self:int8", "'min'"),
+        ("lookup:min=x+self:int8", "'min'"), ("lookup:min=5,n=3+self:int8", "'min'"),
+        ("ngram:min=4+self:int8", "'min'"), ("lookup+self", "'self'"),
         ("lookup+not a model", "'not a model'"), ("self:int8+lookup", "'int8+lookup'"),
     ],
 )  # fmt: skip

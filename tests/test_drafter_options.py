@@ -154,7 +154,7 @@ FREE: dict[type, type] = {Lookup: LookupDrafter, NGram: NGramDrafter, Suffix: Su
         "lookup", "lookup:n=2", "lookup:n=any", "lookup:n=5,min=2", "lookup:min=3", "ngram",
         "ngram:order=2,max=3,keep,top-k=4,sample", "suffix", "suffix:n=8,min=2,keep", "suffix+self:int8",
         "suffix:min=1+self:int8", "lookup:n=any|lookup+self:int8|org/small", "grammar", "grammar+lookup",
-        "grammar+lookup:n=5,passes=2+self:int8",
+        "grammar+lookup:n=5+self:int8",
     ],
 )  # fmt: skip
 def test_a_drafter_is_named_as_it_is_written(text):

@@ -262,7 +262,7 @@ def test_a_model_is_loaded_once_whoever_drafts_with_it(tmp_path, monkeypatch):
 
     for module in (specbench.models.drafters, specbench.models.prepare):
         monkeypatch.setattr(module, "load_model", load)
-    words = ["lookup", str(small), f"lookup+{small}", "self:int8", "lookup:passes=1+self:int8"]
+    words = ["lookup", str(small), f"lookup+{small}", "self:int8", "lookup:min=1+self:int8"]
     met: list[list[str]] = []
     ready, loaded_drafters = prepare(
         parse_model(str(target)),
@@ -273,7 +273,7 @@ def test_a_model_is_loaded_once_whoever_drafts_with_it(tmp_path, monkeypatch):
     assert loaded == ["target", "small"]
     assert met == [["target", "target", "small"]], "before that no drafter's model may turn out not to fit"
     assert [each.name for each in loaded_drafters] == [
-        "lookup", "small (int8)", "lookup+small (int8)", "self:int8", "lookup:passes=1+self:int8",
+        "lookup", "small (int8)", "lookup+small (int8)", "self:int8", "lookup:min=1+self:int8",
     ]  # fmt: skip
     one, small_alone, small_behind, own_alone, own_behind = (each.drafter for each in loaded_drafters)
     assert isinstance(small_behind, CascadeDrafter)

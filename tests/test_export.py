@@ -60,7 +60,7 @@ def setting(
 
 DRAFTERS = (
     "lookup", "lookup:n=any,min=2", "suffix", "suffix:keep", "self:layers=3", "org/small", "org/small@v1", "mtp",
-    "lookup+mtp", "lookup+org/small", "lookup:n=4,passes=2+org/small",
+    "lookup+mtp", "lookup+org/small", "lookup:n=4+org/small",
 )  # fmt: skip
 FIXED = {"gamma_from": "given by --gamma"}
 SETTINGS = [

@@ -146,9 +146,6 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "lookup and a model": lambda: CascadeDrafter(
         LookupDrafter(Lookup(n=None, min=2, before_model=True)), small_model()
     ),
-    "lookup and a pass of a model": lambda: CascadeDrafter(
-        LookupDrafter(Lookup(n=None, min=2, before_model=True)), small_model(), max_passes=1
-    ),
 }
 
 

@@ -52,7 +52,7 @@ def test_what_is_stored_is_read_again_without_paths(name):
 
 def test_words():
     assert RECIPES["plain"].arguments() == ["--drafter", "none", "--target", "smollm2-135m"]
-    drafter = "lookup:n=4,passes=2+/secret/place/small:dtype=int4|org/other@v1|self:int8"
+    drafter = "lookup:n=4+/secret/place/small:dtype=int4|org/other@v1|self:int8"
     assert RECIPES["folders"].arguments() == [
         "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
         "--target", "/secret/place/big:dtype=int8,device=balanced,allow-pickle",

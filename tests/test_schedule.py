@@ -133,7 +133,7 @@ class House:
             "model": lambda: ModelDrafter(model(), "model"),
             "self": lambda: SelfDrafter(form(), "self"),
             "lookup+model": lambda: CascadeDrafter(LookupDrafter(), ModelDrafter(model(), "model")),
-            "lookup+self": lambda: CascadeDrafter(LookupDrafter(), SelfDrafter(form(), "self"), 2),
+            "lookup+self": lambda: CascadeDrafter(LookupDrafter(), SelfDrafter(form(), "self")),
             "lookup|self": lambda: SeveralDrafters([LookupDrafter(), SelfDrafter(form(), "self")]),
         }
         return made[kind]()

@@ -15,7 +15,6 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import Drafter
 from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.free import FreeDrafter, MixedDraft
-from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
@@ -30,13 +29,12 @@ class CascadeDrafter(Drafter):
     Args:
         free: The free drafter, tried first.
         model: A small model, or a cheaper form of the target.
-        max_passes: The most forward passes of the model in a step; ``None`` leaves that to the draft policy.
     """
 
-    def __init__(self, free: FreeDrafter, model: ChainDrafter, max_passes: int | None = None) -> None:
-        name = cascade_name(free.traits.name, max_passes, model.traits.name)
+    def __init__(self, free: FreeDrafter, model: ChainDrafter) -> None:
+        name = f"{free.traits.name}+{model.traits.name}"
         super().__init__(replace(model.traits, name=name, trees=False))
-        self.free, self.model, self.max_passes = free, model, max_passes
+        self.free, self.model = free, model
         self._model_was_used = False
 
     @property
@@ -47,7 +45,7 @@ class CascadeDrafter(Drafter):
         return self.model.unread(prompt)
 
     def fork(self, scorer_like: ScorerLike) -> CascadeDrafter:
-        return CascadeDrafter(self.free.fork(scorer_like), self.model.fork(scorer_like), self.max_passes)
+        return CascadeDrafter(self.free.fork(scorer_like), self.model.fork(scorer_like))
 
     def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         self.free.begin(prompt, cached_tokens)
@@ -62,14 +60,18 @@ class CascadeDrafter(Drafter):
             while mixed.continues(limit):
                 draft.next_is_read = self.model.has_read(draft)
                 guess = draft.guess = self.free.allowed_guess(context, draft.tokens, plan.sampling)
-                if guess is not None and policy.prefers_model(draft) and self._may_draw(context, draft):
+                if (
+                    guess is not None
+                    and policy.prefers_model(draft)
+                    and self.model.can_read(context, draft.tokens)
+                ):
                     guess = draft.guess = None
                 if guess is not None:
                     if not policy.expand(draft):
                         break
                     mixed.add_guess(guess)
                 else:
-                    if not (self._may_draw(context, draft) and policy.expand(draft)):
+                    if not (self.model.can_read(context, draft.tokens) and policy.expand(draft)):
                         break
                     drawn = yield from self.model.draw(context, draft, mixed.plan, limit)
                     if drawn is None:
@@ -77,10 +79,6 @@ class CascadeDrafter(Drafter):
                     mixed.add(*drawn)
         self._model_was_used = bool(draft.passes)
         return mixed.finished()
-
-    def _may_draw(self, context: Sequence[int], draft: Draft) -> bool:
-        allowed = self.max_passes is None or draft.next_is_read or (draft.passes or 0) < self.max_passes
-        return allowed and self.model.can_read(context, draft.tokens)
 
     def update(self, outcome: StepOutcome) -> None:
         self.free.update(outcome)

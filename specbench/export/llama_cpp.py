@@ -98,7 +98,6 @@ class LlamaCpp(StartedEngine):
                 "A whole draft comes from the lookup or from the model, whichever has one first; in specbench they take"
                 " turns by token."
             )
-            export.missing += [f"passes={drafter.passes}."] if drafter.passes else []
         export.options = {
             **self.target_options(setting.target),
             "--spec-type": ",".join(types),

@@ -192,7 +192,7 @@ def loading(spec: SmallModel) -> LoadOptions:
 
 def join_cascade(spec: Cascade, model: ChainDrafter, target: Target | None = None) -> CascadeDrafter:
     """Build a cascade of its spec's free drafter and of ``model``."""
-    return CascadeDrafter(make_free(spec.front, target), model, spec.passes)
+    return CascadeDrafter(make_free(spec.front, target), model)
 
 
 # -- from models and heads to drafters: transform, then wrap ---------------------------------------

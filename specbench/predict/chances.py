@@ -62,12 +62,8 @@ def chances_of(
         logits: Those of its model along the answer (``read_answer``); ``None`` if it does not read alone.
         states: The target's hidden states, if it is not known that the drafter needs none.
     """
-    most, free = longest, drafter
-    if isinstance(drafter, CascadeDrafter):
-        most, free = drafter.max_passes or longest, drafter.free
-    along = _AlongAnswer(
-        answer, longest, certain=isinstance(drafter, FreeDrafter), known=logits is not None, most_passes=most
-    )
+    free = drafter.free if isinstance(drafter, CascadeDrafter) else drafter
+    along = _AlongAnswer(answer, longest, certain=isinstance(drafter, FreeDrafter), known=logits is not None)
     sampling = answer.transforms
     if isinstance(free, FreeDrafter) and free.forces:  # forced tokens are left out of predictions
         sampling = replace(sampling, format=None)
@@ -95,7 +91,6 @@ class _AlongAnswer(FixedLength):
         longest: The longest draft.
         certain: Whether nothing is gained by ending a draft, so that its length is known too.
         known: Whether passes are known, so that a draft also goes on behind a wrong token, and tells its passes there.
-        most_passes: The most passes of a draft.
 
     Attributes:
         first: After how many tokens the draft begins.
@@ -104,10 +99,10 @@ class _AlongAnswer(FixedLength):
     unconditional = False
     first = 0
 
-    def __init__(self, answer: Answer, longest: int, *, certain: bool, known: bool, most_passes: int) -> None:
+    def __init__(self, answer: Answer, longest: int, *, certain: bool, known: bool) -> None:
         super().__init__(longest)
         n = len(answer.tokens)
-        self._answer, self._certain, self._known, self._most_passes = answer, certain, known, most_passes
+        self._answer, self._certain, self._known = answer, certain, known
         self._accept, self._drafts = np.zeros((n, longest)), np.zeros(n, np.int64)
         self._passes = np.full((n, longest), np.nan)
 
@@ -149,9 +144,7 @@ class _AlongAnswer(FixedLength):
         most = min(count, len(self._answer.tokens) - i)
         right = next((j for j, (drafted, token) in enumerate(pairs) if drafted != token), most)
         self._accept[i, :right] = [self._drawn.get(j, 1.0) for j in range(right)]
-        # Behind a wrong token each pass that is left gives one more.
-        left = max(0, self._most_passes - (draft.passes or 0))
-        self._drafts[i] = min(self._limit, count + left) if self._ended else count
+        self._drafts[i] = self._limit if self._ended else count  # behind a wrong token it would have gone on
         self._passes[i, :count] = np.diff([*self._before[:count], draft.passes or 0])
 
     def chances(self) -> Chances:

@@ -267,12 +267,9 @@ class Cascade(DrafterSpec, word="A+B"):
 
     front: FreeSpec
     back: SelfForm | SmallModel
-    passes: int | None = option(
-        None, "passes=N", "option of A: most forward passes of B in a step; A can still continue", least=1
-    )
 
     def __str__(self) -> str:
-        return cascade_name(str(self.front), self.passes, str(self.back))
+        return f"{self.front}+{self.back}"
 
     @property
     def model_part(self) -> SelfForm | SmallModel:
@@ -297,12 +294,6 @@ class Several(DrafterSpec, word="A|B"):
     @property
     def parts(self) -> tuple[DrafterSpec, ...]:
         return self.drafters
-
-
-def cascade_name(front: str, passes: int | None, back: str) -> str:
-    """Return a cascade's name from the names of its parts."""
-    limit = "" if passes is None else f"{',' if ':' in front else ':'}passes={passes}"
-    return f"{front}{limit}+{back}"
 
 
 DRAFTERS: tuple[type[DrafterSpec], ...] = (
@@ -337,15 +328,14 @@ def parse_drafter(text: str) -> DrafterSpec:
 
 
 def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade | Grammar:
-    """Parse a cascade; its option ``passes`` is written among the options of its first drafter."""
+    """Parse a cascade, whose first drafter has other defaults than alone."""
     if issubclass(kind, Grammar) and first.strip() == Grammar.word and second:
         joined = after_grammar(parse_drafter(second))
         if joined is not None:
             return joined
-    values = read_options(kind.word, split_spec(first)[1], (*kind.options(), *Cascade.options()))
-    passes = values.pop("passes", None)
+    values = read_options(kind.word, split_spec(first)[1], kind.options())
     front = kind(**with_defaults(values, kind.options(), before_model=True), before_model=True)
-    return Cascade(front, _model_after(second), passes)
+    return Cascade(front, _model_after(second))
 
 
 def after_grammar(rest: DrafterSpec) -> Cascade | Grammar | None:
