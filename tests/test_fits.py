@@ -137,7 +137,8 @@ PUBLIC: list[tuple[str, str, dict[str, Any], str, set[str] | str, str]] = [
      speculator("peagle", "Qwen/Qwen3-8B", TARGETS["Qwen3-8B"], mask_token_id=151669), "P-EAGLE", {"specbench", "vLLM"},
      ""),
     ("Qwen3-8B", "Qwen3-8B-speculator.dflash",
-     speculator("dflash", "Qwen/Qwen3-8B", TARGETS["Qwen3-8B"], aux_hidden_state_layer_ids=[2, 10, 18, 26, 34]),
+     speculator("dflash", "Qwen/Qwen3-8B", TARGETS["Qwen3-8B"], mask_token_id=151669, block_size=16,
+                aux_hidden_state_layer_ids=[2, 10, 18, 26, 34]),
      "DFlash", {"specbench", "vLLM"}, ""),
     ("gpt-oss-20b", "gpt-oss-20b-speculator.eagle3",
      speculator("eagle3", "openai/gpt-oss-20b", TARGETS["gpt-oss-20b"], architectures=["Eagle3DraftModel"],
@@ -293,6 +294,8 @@ def test_tokens_of_a_small_model(tmp_path, target):
     same = of(target, save_tiny(tmp_path / "same"))
     assert ("tokens", "the target's") in same.rows
     assert takers(same) == MODELS
+    assert not same.doubts
+    assert "no smaller than the target's" in of(tmp_path / "same", target).doubts[0]
     other = save_tiny(tmp_path / "other")
     tiny_tokenizer(special_tokens=("<other>", "<b>", "<c>")).save_pretrained(other)
     fit = of(target, other)
@@ -355,7 +358,7 @@ def test_the_command(cli, tmp_path, target):
         "reads hidden states before the target's layers 0, 1, 2 of 3",
         f"drafts 40 of the target's {VOCAB} tokens",
         '"method": "eagle3"',
-        "no: SGLang 0.5.23 cannot load the head",
+        "SGLang 0.5.23 no: cannot load the head in",
         "weights, MB stored float32 bfloat16 int8 int4",
     ):
         assert part in said

@@ -154,6 +154,8 @@ def fit_of(target: ModelFacts, drafter: SmallModel) -> Fit:
             others = _examine_model(fit, fit.facts, target)
         if not fit.facts.headers:
             fit.doubts.append("The headers of its weights cannot be read: only config.json was compared.")
+        if (fit.facts.memory() or 0) >= (target.memory() or math.inf):
+            fit.doubts.append("Its weights are no smaller than the target's: drafts cost what they save.")
     if not fit.faults:
         fit.engines += _engines(target, drafter, head, *others)
     return fit
@@ -182,14 +184,18 @@ def _examine_head(fit: Fit, facts: ModelFacts, target: ModelFacts, head: HeadFil
     head.check_sizes(hidden, vocab, layers, target.classes, target.name)
     ids = head.layers(layers)
     drafted = head.number("draft_vocab_size", head.number("truncated_vocab_size", vocab))
-    inputs = f"hidden states before the target's layers {', '.join(map(str, ids))} of {layers}"
-    fit.rows.append(("reads", "the target's last hidden state" if ids == (layers,) else inputs))
+    inside = ", ".join(str(layer) for layer in ids if layer < layers)
+    states = [f"hidden states before the target's layers {inside} of {layers}"] if inside else []
+    states += ["the target's last hidden state"] if layers in ids else []
+    fit.rows.append(("reads", " and ".join(states)))
     if drafted != vocab:
         fit.rows.append(("drafts", f"{drafted:,} of the target's {vocab:,} tokens"))
     if "target_fingerprint" in head.settings:
         weights = f"weights {head.settings['target_fingerprint']}, which are compared when it is loaded"
         fit.rows.append(("made for", weights))
     fit.faults += _faults_of_tensors(head, facts, head.width(hidden), len(ids), drafted, vocab)
+    if fit.faults:
+        return
     fit.doubts += [_FLAGS[head.kind]] if head.kind in _FLAGS else []
     if head.kind == "eagle3" and "eagle3" not in named.lower():
         fit.doubts.append(
@@ -290,7 +296,7 @@ def _engines(
         try:
             export = engine.export(Setting(recipe, policy.gamma_max, head=training))
         except UsageError as error:
-            yield title, f"no: {error.message}"
+            yield title, f"no: {error.message.removeprefix(f'{title} ').removeprefix(f'{engine.title} ')}"
             continue
         if other_tokens and not engine.other_tokens:
             yield title, "no: no option of it for drafters with other tokens is known"
