@@ -370,6 +370,8 @@ def test_the_command(cli, tmp_path, target):
     cli("drafters", "--target", target, "lookup").refused(2, "The drafter lookup is no model.")
     cli("drafters", "--target", target, tmp_path / "nothing").refused(2, "There is no such file or folder")
     cli("drafters", "--target", tmp_path, head).refused(2, "is no model")
+    (tmp_path / "a.gguf").touch()
+    cli("drafters", "--target", target, tmp_path / "a.gguf").refused(2, "a.gguf is a GGUF file")
 
 
 def test_names_of_strangers_do_not_steer_a_terminal(cli, tmp_path, target):

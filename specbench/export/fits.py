@@ -101,8 +101,12 @@ def read_facts(spec: ModelSpec) -> ModelFacts:
     """Read what a model's small files say, and headers; of a model on the hub nothing else is fetched.
 
     Raises:
-        UsageError, RunError: See ``find_model``.
+        UsageError, RunError: It is a GGUF file; for others see ``find_model``.
     """
+    if spec.kind == "gguf":  # which is converted before anything can be read
+        raise UsageError(
+            f"{spec.name} is a GGUF file, which is not compared.", "Name the model's folder or hub id."
+        )
     files = find_model(spec)
     headers: Mapping[str, Header] = {}
     with suppress(Exception):  # what networks raise, and repositories without safetensors
