@@ -243,6 +243,9 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a map for another vocabulary": (
         eagle_settings(), eagle_tensors() | {"t2d": eagle_tensors()["t2d"][:-3]}, f"t2d is for {VOCAB - 3} tokens",
     ),
+    "latent attention": (
+        eagle_settings(kv_lora_rank=8), eagle_tensors(), "not supported: its attention is latent",
+    ),
     "a damaged number": (eagle_settings(hidden_size="wide"), eagle_tensors(), "hidden_size is missing or has an inv"),
 }  # fmt: skip
 
@@ -288,6 +291,14 @@ def test_what_names_tell_is_a_doubt(tmp_path, target):
     assert "By its name, beside tiny-instruct" in doubts("tiny-eagle3")
     assert not doubts("tiny-instruct-eagle3")
     assert not doubts("head")
+
+
+def test_a_head_without_an_output_layer_is_a_doubt(tmp_path, target):
+    tensors = eagle_tensors(drafted=None)
+    del tensors["lm_head.weight"]
+    fit = of(target, write_head(tmp_path / "head", eagle_settings(draft_vocab_size=VOCAB), tensors))
+    assert not fit.faults
+    assert "sglang#27908" in " ".join(fit.doubts)
 
 
 def test_tokens_of_a_small_model(tmp_path, target):

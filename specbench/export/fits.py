@@ -37,14 +37,6 @@ _STORED = re.compile(r"meta|nvfp4|mxfp4|awq|gptq|gguf|fp8|bf16|int[48]|[48]bit|w
 """Words of a name in which a base model and its variants differ, and in which copies of one model do."""
 
 
-_FLAGS = {
-    "eagle-1": "It reads one hidden state: with the flags of EAGLE-3 (eagle3, EAGLE3) it would get three.",
-    "eagle3": "With SGLang's flag for EAGLE-1 (EAGLE) it loads without a warning, and no draft is accepted"
-    " (sglang#21272).",
-}
-"""What happens to a kind of head under the flag of another one."""
-
-
 @dataclass(frozen=True)
 class ModelFacts:
     """What the small files of a model say, and the headers of its weights; none where these cannot be read."""
@@ -179,7 +171,7 @@ def _examine_mtp(fit: Fit, target: ModelFacts) -> None:
 
 def _examine_head(fit: Fit, facts: ModelFacts, target: ModelFacts, head: HeadFiles) -> None:
     """Compare a trained head with a target; raise ``SpecbenchError`` if its configuration is for another one."""
-    form, named = head.training.form, ", ".join(facts.classes) or "missing"
+    form = head.training.form
     fit.title = f"{HEAD_KINDS[head.kind].title} head" + (f", in the format of `{form}`" if form else "")
     if HEAD_KINDS[head.kind].whole:
         return
@@ -198,11 +190,20 @@ def _examine_head(fit: Fit, facts: ModelFacts, target: ModelFacts, head: HeadFil
         weights = f"weights {head.settings['target_fingerprint']}, which are compared when it is loaded"
         fit.rows.append(("made for", weights))
     fit.faults += _faults_of_tensors(head, facts, head.width(hidden), len(ids), drafted, vocab)
-    if fit.faults:
+    fit.doubts += [] if fit.faults else _doubts_of_kind(head, facts)
+
+
+def _doubts_of_kind(head: HeadFiles, facts: ModelFacts) -> Iterator[str]:
+    """Yield what goes wrong with a kind of head under wrong flags, or in an engine that expects another one."""
+    if head.kind == "eagle-1":
+        yield "It reads one hidden state: with the flags of EAGLE-3 (eagle3, EAGLE3) it would get three."
+    if head.kind != "eagle3":
         return
-    fit.doubts += [_FLAGS[head.kind]] if head.kind in _FLAGS else []
-    if head.kind == "eagle3" and "eagle3" not in named.lower():
-        fit.doubts.append(
+    yield "With SGLang's flag for EAGLE-1 (EAGLE) it loads, and no draft is accepted (sglang#21272)."
+    if facts.headers and not any(name.endswith("lm_head.weight") for name in facts.headers):
+        yield "It has no lm_head: in an engine that does not take the target's, nothing is accepted (sglang#27908)."
+    if "eagle3" not in (named := ", ".join(facts.classes) or "missing").lower():
+        yield (
             f"Its architectures are {named}: an engine that chooses a class by them, as SGLang does, may load"
             " another model. Write LlamaForCausalLMEagle3."
         )

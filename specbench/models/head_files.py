@@ -263,6 +263,8 @@ def _odd_layers(files: HeadFiles, *, windows: bool = False) -> str | None:
         return f"its activation is {given['hidden_act']!r}"
     if not windows and given.get("sliding_window") and given.get("use_sliding_window", True):
         return f"its attention has a sliding window of {given['sliding_window']} tokens"
+    if given.get("kv_lora_rank"):
+        return "its attention is latent"
     if settings.get("layernorms") or settings.get("add_para_norm"):
         return "it normalizes its inputs, as HASS does"
     return None
