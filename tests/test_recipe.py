@@ -22,7 +22,7 @@ RECIPES = {
     "plain": Recipe(ModelSpec("builtin", "smollm2-135m")),
     "folders": Recipe(
         ModelSpec("folder", "/secret/place/big"),
-        Several((Cascade(Lookup(n=4), SMALL, 2), OTHER, parse_drafter("self:int8"))),
+        Several((Cascade(Lookup(n=4), SMALL), OTHER, parse_drafter("self:int8"))),
         parse_policy("fixed:gamma=4,verification=block"),
         ModelOptions(dtype="int8", device="balanced", allow_pickle=True),
         CacheOptions(cache="bit-exact"),
