@@ -15,12 +15,7 @@ from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
 from specbench.cli.signals import terminated
 from specbench.cli.watchers import TextOutput
-from specbench.options import (
-    CacheOptions,
-    DecodingOptions,
-    SamplingOptions,
-    TemplateOptions,
-)
+from specbench.options import DecodingOptions, SamplingOptions, TemplateOptions
 
 if TYPE_CHECKING:
     from specbench.conversation import Conversation
@@ -34,7 +29,6 @@ def chat(
     system: opt.SystemOption = None,
     drafting: Annotated[opt.DraftingOptions, opt.Fields(without=("recipe",))],
     decoding: Annotated[DecodingOptions, opt.Fields("max_new_tokens", max_new_tokens=_MAX_NEW_TOKENS)],
-    caching: CacheOptions,
     sampling: Annotated[SamplingOptions, opt.Fields("temperature", "top_k", "top_p", "seed")],
     template: Annotated[TemplateOptions, opt.Fields("thinking")],
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes, no statistics.")] = False,
@@ -46,7 +40,7 @@ def chat(
     from specbench.base.progress import quiet_transformers
     from specbench.cli.summary import show_notes
 
-    recipe = parse_recipe(ctx, drafting, decoding, caching, sampling, template)
+    recipe = parse_recipe(ctx, drafting, decoding, sampling, template)
     with ExitStack() as stack:
         with starting(quiet) as progress:
             from specbench.cli.setting import facts
