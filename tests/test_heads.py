@@ -59,6 +59,7 @@ from specbench.models.head_files import find_head
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
+from specbench.policies.batch_costs import BatchCosts
 from specbench.policies.trees import StaticTreePolicy
 from specbench.specs.models import parse_model
 
@@ -501,7 +502,7 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
         *(pytest.param("dynamic", kind, marks=pytest.mark.slow) for kind in ("eagle", "mtp-3", "dspark")),
     ],
 )
-def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
+def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind, monkeypatch):
     target = wrap_target(few_tokens(), cache=kept, pack=False)
     head = few_head(tmp_path / "head", kind, target)
     prompts = [[*PROMPT, *[number % 9] * number * 3] for number in range(5)]
@@ -514,7 +515,8 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
         ]
     # Prompts are read in parts, and there is no room for all: somebody is put back, and read again.
     made: list[SharedPass] = []
-    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=14, pool_tokens=112, watch=made.append)
+    monkeypatch.setattr(BatchCosts, "observe", lambda _, shared: made.append(shared))
+    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=14, pool_tokens=112)
     for each, found in zip(runs, many.results(), strict=True):
         alone = GenerationRun(each.prompt, target, each.drafter, policy=each.policy, max_new_tokens=20)
         assert all(True for _ in alone)
