@@ -425,7 +425,9 @@ def test_a_gate_decides_the_exit_code_and_writes_junit(folders, tmp_path, capsys
     with pytest.raises(typer.Exit) as caught:
         command([old, new], metric="speedup, tokens_per_step", worse_than="3%", junit=file)
     assert caught.value.exit_code == 1
-    assert "0.90 [" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("Worse by more than 3%? Yes, 1 of 3 rows and figures.\n")
+    assert "0.90 [" in out
     suite = suite_of(file.read_bytes())
     assert suite.attrib == {
         "name": "specbench compare old new --worse-than 3%", "tests": "3", "failures": "1", "skipped": "0",
@@ -440,6 +442,7 @@ def test_a_gate_decides_the_exit_code_and_writes_junit(folders, tmp_path, capsys
     with pytest.raises(typer.Exit) as caught:
         command([old, str(wide)], worse_than="3%")
     assert caught.value.exit_code == 3
+    assert capsys.readouterr().out.startswith("Worse by more than 3%? Not known of ")
 
 
 @pytest.mark.smoke

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from xml.etree import ElementTree
 
+from specbench.base.textsafe import counted
 from specbench.results import stats
 from specbench.show.document import Heading, Items, Paragraph, Part, Sheet
 from specbench.show.tables import Column, table
@@ -25,6 +26,8 @@ _FEW = 4
 
 def comparison_parts(compared: Compared) -> Iterator[Part]:
     """Yield a comparison for a terminal; few configurations have a table by category each."""
+    if compared.worse_than is not None:
+        yield Paragraph(_answer([row.outcome for row in compared.rows], compared.worse_than), "bold")
     width = max(map(len, compared.words))
     for word, name in zip(compared.words, compared.names, strict=True):
         yield Paragraph(f"{word:{width}}  {name}")
@@ -41,6 +44,14 @@ def comparison_parts(compared: Compared) -> Iterator[Part]:
             yield Heading(f"{row.label}, by category")
             yield _sheet(compared, mine[1:], "category")
     yield from (Paragraph(note, "dim") for note in compared.notes)
+
+
+def _answer(outcomes: Sequence[str], worse_than: float) -> str:
+    """Return what a gate says of all its rows and figures."""
+    worse, unknown = outcomes.count("worse"), outcomes.count("cannot tell")
+    said = f"Yes, {worse}" if worse else f"Not known of {unknown}" if unknown else "No, 0"
+    rows = counted(len(outcomes), "row and figure", "rows and figures")
+    return f"Worse by more than {100 * worse_than:g}%? {said} of {rows}."
 
 
 def published_parts(
