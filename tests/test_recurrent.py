@@ -297,7 +297,7 @@ def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch):
 
 
 @pytest.mark.skipif(not native.is_available(), reason="there is no native library")
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("decays", "adds"),
     [((), False), ((24,), False), ((), True)],

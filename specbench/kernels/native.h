@@ -49,6 +49,7 @@ TARGET static void NAME(quantize)(const float *x, const Given *to, int row) {
 
 /* ---- products: `count` rows, a constant where this is inlined, times one panel of outputs ---- */
 
+#if LANES == 16
 INLINE TARGET void NAME(finish_tile)(
     const Given *x, int first, const float *bias, float *out, int64_t stride, VF sums[][NAME(PARTS)], const int count) {
 #pragma GCC unroll 8
@@ -169,9 +170,7 @@ TARGET static void NAME(product)(const Matrix *matrix, const Given *x, int rows,
         break;
         switch (16 * matrix->bits + count) {
             TILE(1) TILE(2)
-#if LANES == 16
             TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8)
-#endif
         }
 #undef TILE
         if (left < PANEL)
@@ -179,6 +178,139 @@ TARGET static void NAME(product)(const Matrix *matrix, const Given *x, int rows,
                 memcpy(out + (first + r) * stride + begin, cut + r * PANEL, sizeof(float) * (size_t)left);
     }
 }
+
+#else /* fewer sums fit in registers: all rows are multiplied with a part of a panel before its next part */
+
+/* Integer sums of inputs `from` to `end` are added to those in `totals`, in both [count, PANEL]. */
+INLINE TARGET void NAME(tile_of_bytes)(
+    const uint8_t *panel, const Given *x, int first, int from, int end, int32_t *totals, const int count) {
+    const int parts = count > 2 ? 2 : NAME(PARTS);
+    const int8_t *rows = x->bytes + (int64_t)first * x->padded;
+    for (int lane = 0; lane < PANEL; lane += parts * LANES, totals += parts * LANES) {
+        const uint8_t *weights = panel + sizeof(float) * PANEL + (int64_t)from * PANEL + 4 * lane;
+        VI sums[TILE_BYTES][NAME(PARTS)];
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) {
+#pragma GCC unroll 4
+            for (int part = 0; part < parts; part++) sums[r][part] = I_LOAD(totals + r * PANEL + part * LANES);
+        }
+        for (int k = from; k < end; k += 4, weights += 4 * PANEL) {
+            VI weight[NAME(PARTS)];
+            if (!lane) fetch_ahead(weights, 2, count, 0);
+#pragma GCC unroll 4
+            for (int part = 0; part < parts; part++) weight[part] = I_LOAD(weights + part * 4 * LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < count; r++) {
+                VI given = I_SET(four_of(rows + (int64_t)r * x->padded + k));
+#pragma GCC unroll 4
+                for (int part = 0; part < parts; part++) sums[r][part] = DOT_BYTES(sums[r][part], weight[part], given);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) {
+#pragma GCC unroll 4
+            for (int part = 0; part < parts; part++) I_STORE(totals + r * PANEL + part * LANES, sums[r][part]);
+        }
+    }
+}
+
+/* The same in numbers. */
+INLINE TARGET void NAME(tile_of_nibbles)(
+    const uint8_t *panel, const Given *x, int first, int from, int end, float *totals, const int count) {
+    VF found[TILE_NIBBLES][NAME(PARTS)];
+    const int8_t *rows = x->bytes + (int64_t)first * x->padded;
+    const int groups = x->padded / GROUP;
+    panel += (int64_t)from / GROUP * GROUP_OF_NIBBLES;
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+#pragma GCC unroll 4
+        for (int part = 0; part < NAME(PARTS); part++) found[r][part] = F_LOAD(totals + r * PANEL + part * LANES);
+    }
+    for (int group = from / GROUP; group < end / GROUP; group++, panel += GROUP_OF_NIBBLES) {
+        fetch_ahead(panel, 2, count, 1);
+#pragma GCC unroll 2
+        for (int half = 0; half < NAME(PARTS) / 2; half++) {
+            const uint8_t *weights = panel + 2 * sizeof(uint16_t) * PANEL + half * 4 * LANES;
+            VI sums[TILE_NIBBLES][2];
+#pragma GCC unroll 8
+            for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = I_SET(0);
+#pragma GCC unroll 1
+            for (int k = 0; k < GROUP; k += 4, weights += 2 * PANEL) {
+                if (!half) fetch_ahead(weights, 1, count, 1);
+                const VI both = I_LOAD(weights), low = I_AND(both, I_SET(0x0f0f0f0f));
+                const VI high = I_AND(I_SHIFT4(both), I_SET(0x0f0f0f0f));
+#pragma GCC unroll 8
+                for (int r = 0; r < count; r++) {
+                    const VI given = I_SET(four_of(rows + (int64_t)r * x->padded + group * GROUP + k));
+                    sums[r][0] = DOT_NIBBLES(sums[r][0], low, given);
+                    sums[r][1] = DOT_NIBBLES(sums[r][1], high, given);
+                }
+            }
+#pragma GCC unroll 2
+            for (int upper = 0; upper < 2; upper++) {
+                const int part = half + upper * NAME(PARTS) / 2;
+                const uint16_t *own = (const uint16_t *)panel + part * LANES;
+                VF scale = F_OF_BFLOAT16(own), least = F_OF_BFLOAT16(own + PANEL);
+#pragma GCC unroll 8
+                for (int r = 0; r < count; r++) {
+                    VF total = F_SET((float)x->sums[(int64_t)(first + r) * groups + group]);
+                    VF sum = I_TO_F(SUM_OF_GROUP(sums[r][upper]));
+                    found[r][part] = F_FMA(total, least, F_FMA(sum, scale, found[r][part]));
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+#pragma GCC unroll 4
+        for (int part = 0; part < NAME(PARTS); part++) F_STORE(totals + r * PANEL + part * LANES, found[r][part]);
+    }
+}
+
+/* Panel number `panel` of the outputs, of all rows; `out` points to the first row's first output of the matrix. */
+TARGET static void NAME(product)(const Matrix *matrix, const Given *x, int rows, int panel, float *out, int64_t stride) {
+    const uint8_t *weights = matrix->panels + (int64_t)panel * panel_bytes(matrix);
+    const int begin = panel * PANEL, left = matrix->outputs - begin < PANEL ? matrix->outputs - begin : PANEL;
+    const int in_bytes = matrix->bits == 8, most = in_bytes ? TILE_BYTES : TILE_NIBBLES;
+    float bias[PANEL] = {0};
+    if (matrix->bias) memcpy(bias, matrix->bias + begin, sizeof(float) * (size_t)left);
+    for (int from = 0, some; from < rows; from += some) {
+        const int turns = (rows - from + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
+        some = (rows - from + turns - 1) / turns;
+        _Alignas(64) int32_t totals[ROWS_TOGETHER * PANEL];
+        const int tiles = (some + most - 1) / most;
+        for (int r = 0; r < some; r++)
+            for (int i = 0; i < PANEL; i += LANES)
+                I_STORE(totals + r * PANEL + i, I_SET(in_bytes ? -ZERO_OF_BYTES * x->totals[from + r] : 0));
+        for (int k = 0, end; k < x->padded; k = end) {
+            end = x->padded - k < INPUTS_TOGETHER ? x->padded : k + INPUTS_TOGETHER;
+            for (int number = 0, first = 0, count; number < tiles; number++, first += count) {
+                int32_t *to = totals + first * PANEL;
+                count = (some - first + tiles - number - 1) / (tiles - number);
+#define TILE(n)                                                                                                       \
+    case n:                                                                                                           \
+        if (in_bytes)                                                                                                 \
+            NAME(tile_of_bytes)(weights, x, from + first, k, end, to, n <= TILE_BYTES ? n : 1);                       \
+        else                                                                                                          \
+            NAME(tile_of_nibbles)(weights, x, from + first, k, end, (float *)to, n <= TILE_NIBBLES ? n : 1);          \
+        break;
+                switch (count) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) }
+#undef TILE
+            }
+        }
+        for (int r = 0; r < some; r++) {
+            float *sums = (float *)totals + r * PANEL, *own = out + (from + r) * stride + begin;
+            for (int i = 0; i < PANEL; i += LANES) {
+                VF sum = F_LOAD(sums + i);
+                if (in_bytes) sum = F_MUL(I_TO_F(I_LOAD(totals + r * PANEL + i)), F_LOAD((const float *)weights + i));
+                sum = F_MUL(sum, F_SET(x->scales[from + r]));
+                F_STORE((left < PANEL ? sums : own) + i, matrix->bias ? F_ADD(sum, F_LOAD(bias + i)) : sum);
+            }
+            if (left < PANEL) memcpy(own, sums, sizeof(float) * (size_t)left);
+        }
+    }
+}
+#endif
 
 /* ---- between the products ---- */
 
@@ -721,7 +853,9 @@ static const Ways NAME(ways) = {
 #undef I_STORE_BYTES
 #undef DOT_BYTES
 #undef DOT_NIBBLES
+#undef SUM_OF_GROUP
 #undef ZERO_OF_BYTES
+#undef I_STORE
 #undef TILE_BYTES
 #undef TILE_NIBBLES
 #undef TILE_NUMBERS

@@ -41,13 +41,14 @@ STEP = 16
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 15  # of the interface; the library's must be the same
+_VERSION = 16  # of the interface; the library's must be the same
 
 LAYOUT = 4
 """Version of the layout of our own panels, with which they are stored."""
 
-_LEVELS = {"default": 0, "avx2": 1}
-"""Highest level of instructions by ``ATEN_CPU_CAPABILITY``, which limits torch: none, AVX2; otherwise as the processor.
+_LEVELS = {"default": 0, "avx2": 2}
+"""Highest level of instructions by ``ATEN_CPU_CAPABILITY``, which limits torch: none, AVX2 with VNNI; otherwise as the
+processor.
 """
 
 
@@ -169,11 +170,12 @@ def _load(name: str = LIBRARY) -> _Native | str:
             return "the library has another version: install specbench again"
     except (OSError, AttributeError):
         return "the library cannot be loaded"
-    limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 3)
-    highest = 1 if not is_allowed("vnni") else 3 if is_allowed("bfloat16") else 2
+    limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 4)
+    highest = 4 if is_allowed("bfloat16") else 3 if is_allowed("avx512") else 2
+    highest = highest if is_allowed("vnni") else 1
     level = highest = min(int(library.specbench_level()), limit, highest)
-    if level > 2 and library.specbench_halves_are_slow():
-        level = 2
+    if level > 3 and library.specbench_halves_are_slow():
+        level = 3
     if level < 1:
         return "this processor has no AVX2, or it is switched off"
     try:
@@ -220,14 +222,14 @@ _BITS = {torch.bfloat16: 16, torch.float32: 32}  # of weights that products read
 _EXCEPTIONS = 64  # numbers of which one may be an exception in 12 bits
 _BLOCK_BYTES = 64 + 64 * 192
 """Bytes of a block of weights in 12 bits, which begins with the number of its first exception."""
-_MAX_ROWS = {1: 48, 2: 128, 3: 128}
+_MAX_ROWS = {1: 48, 2: 48, 3: 128, 4: 128}
 """Rows up to which a native forward is faster than torch's products, by level of instructions."""
 
 
 def most_rows(dtype: torch.dtype) -> float:
     """Return the number of rows up to which native products in this dtype are faster than torch's."""
     level = loaded().level
-    return math.inf if dtype == torch.bfloat16 and level < 3 else _MAX_ROWS[level]
+    return math.inf if dtype == torch.bfloat16 and level < 4 else _MAX_ROWS[level]
 
 
 class Panels:
@@ -289,7 +291,7 @@ class Panels:
     def from_stored(cls, tensors: Mapping[str, Tensor]) -> Panels:
         """Use stored panels where they lie; raise ``ValueError`` if they are of another size or kind than here."""
         (bits, outputs, inputs, width), data = tensors["sizes"].tolist(), tensors["panels"]
-        if width != (WIDE_PANEL if bits == 12 else PANEL) or (bits == 12 and loaded().level < 2):
+        if width != (WIDE_PANEL if bits == 12 else PANEL) or (bits == 12 and loaded().level < 3):
             raise ValueError("panels of another kind")
         made = cls(bits, outputs, inputs, width=width, data=data)
         if data.shape != (made._bytes_of(outputs),) or data.dtype != torch.uint8:
@@ -327,7 +329,7 @@ class Panels:
         """Pack a bfloat16 weight [out, in] in 12 bits, without loss; ``None`` without AVX-512, or if its numbers are
         of too many sizes.
         """
-        if loaded().level < 2:
+        if loaded().level < 3:
             return None
         outputs, inputs = weight.shape
         made = cls(12, outputs, inputs, width=WIDE_PANEL)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _WIDTHS = (64, 48, 32, 16, 8)  # outputs in a panel of oneDNN's
-_LANES = {1: 8, 2: 16, 3: 16}  # outputs that are multiplied at a time, by level of instructions
+_LANES = {1: 8, 2: 8, 3: 16, 4: 16}  # outputs that are multiplied at a time, by level of instructions
 _DEPTH = 64  # inputs are padded at most to a multiple of this, as native.c pads rows
 
 

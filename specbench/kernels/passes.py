@@ -27,7 +27,7 @@ def describe() -> dict[str, str]:
     if (reason := native.why_not()) is not None:
         return {"native passes": f"no, {reason}"}
     found = native.loaded()
-    bits = "16 bits: 12 need AVX-512 VNNI" if found.level < 2 else "12 bits"
+    bits = "16 bits: 12 need AVX-512 VNNI" if found.level < 3 else "12 bits"
     slow = "; without bfloat16 instructions, which are slow here" if found.level < found.highest else ""
     return {"native passes": f"yes, bfloat16 in {bits}{slow}"}
 

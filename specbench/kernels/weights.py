@@ -181,7 +181,7 @@ def layout() -> tuple[object, ...]:
 
 def takes_12_bits() -> bool:
     """Return whether weights in bfloat16 are packed in 12 bits here."""
-    return native.is_available() and native.loaded().level > 1
+    return native.is_available() and native.loaded().level > 2
 
 
 def fake_quantize_int4(weight: Tensor) -> Tensor:
