@@ -148,8 +148,8 @@ def test_wide_intervals_and_slow_baselines():
     assert not [*wide_intervals({"a": narrow})]
     (found,) = wide_intervals({"a": narrow, "c": wide})
     assert found.message == "1 of 2 intervals are wider than ±10%; the widest is ±70% (c)."
-    assert not [*baseline_too_slow(Estimate(1.1, 0.99, 1.3, 9))]
-    (slow,) = baseline_too_slow(Estimate(1.2, 1.1, 1.3, 9))
+    assert not [*baseline_too_slow(Estimate(1.1, 0.99, 1.3, 9, basis="prompts"))]
+    (slow,) = baseline_too_slow(Estimate(1.2, 1.1, 1.3, 9, basis="prompts"))
     assert slow.severity == "error"
 
 

@@ -74,4 +74,4 @@ def test_a_run_beside_published_lengths(cli: Cli, tmp_path):
         2, "published draft length", "γ 16"
     )
     cli("compare", run, tmp_path / "none.yaml").refused(2, "cannot be read")
-    cli("compare", run, tmp_path / "none.yaml", "--metric", "speedup").refused(2, "Leave --metric")
+    cli("compare", run, tmp_path / "none.yaml", "--metric", "speedup").refused(2, "Leave out --metric")
