@@ -213,6 +213,8 @@ def test_each_sentence_says_only_what_its_numbers_hold(monkeypatch):
     other.score = lambda prompt, ids, _: score_of(MadeUpModel(seed=9))(prompt, list(ids))
     list(other.run())
     assert "First tokens, which are never drafted, differ as well" in said(other)
+    other.biased = False
+    assert "Only first tokens differ, which are never drafted" in said(other)
 
 
 def test_a_server_is_scored_as_far_as_it_names_its_tokens(monkeypatch):

@@ -235,15 +235,14 @@ def server_parts(check: ServerCheck) -> list[Part]:
     if drafted is None and verdict == "no deviation":
         parts.append(Paragraph("The server does not report its drafts: this holds only if it speculates."))
     if check.first is not None and check.first.p <= LEVEL:
-        which, sure = (
-            ("First", "") if check.biased else ("Only first", "if more answers (--limit) confirm it, ")
-        )
-        why = (
-            f"{sure}another model, chat template or setting of sampling is the cause, whatever the drafts do"
-        )
-        parts.append(
-            Paragraph(f"{which} tokens, which are never drafted, differ (p = {check.first.p:.2g}): {why}.")
-        )
+        first, sure = "First tokens, which are never drafted, differ as well", ""
+        if not check.biased:
+            first, sure = (
+                "Only first tokens differ, which are never drafted",
+                "if more answers (--limit) confirm it, ",
+            )
+        cause = "another model, chat template or setting of sampling is the cause, whatever the drafts do"
+        parts.append(Paragraph(f"{first} (p = {check.first.p:.2g}): {sure}{cause}."))
     return parts
 
 
