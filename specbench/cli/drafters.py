@@ -68,7 +68,7 @@ def _compare(target: str, heads: Sequence[str]) -> None:
 
 
 def _shown(fit: Fit) -> Iterator[Part]:
-    from specbench.show.document import Facts, Heading, Items
+    from specbench.show.document import Code, Facts, Heading, Items, Paragraph
 
     yield Heading(f"{fit.name}: {fit.title}" if fit.title else fit.name)
     told = "config.json and headers tell" if fit.facts is None or fit.facts.headers else "config.json tells"
@@ -76,11 +76,14 @@ def _shown(fit: Fit) -> Iterator[Part]:
     pairs = [("verdict", verdict), *fit.rows, *(("but", fault) for fault in fit.faults)]
     yield Facts([(label, [(text, "")]) for label, text in pairs])
     yield Items(fit.doubts, "Mind:" if fit.doubts else "")
-    if fit.engines:
-        width = max(len(name) for name, _ in fit.engines) + 2
-        yield Facts(
-            [(name, [(text, "dim" if text.startswith("no: ") else "")]) for name, text in fit.engines], width
-        )
+    taken = [(name, text) for name, text in fit.engines if not text.startswith("no: ")]
+    for name, text in taken:
+        command, _, needs = text.partition("  # ")
+        yield Paragraph(f"{name} ({needs})" if needs else name)
+        yield Code(command)
+    others = [(name, [(text, "dim")]) for name, text in fit.engines if (name, text) not in taken]
+    if others:
+        yield Facts(others, max(len(name) for name, _ in others) + 2)
 
 
 def _memory(target: ModelFacts, fits: Sequence[Fit]) -> Sheet:
