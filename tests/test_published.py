@@ -74,4 +74,11 @@ def test_a_run_beside_published_lengths(cli: Cli, tmp_path):
         2, "published draft length", "γ 16"
     )
     cli("compare", run, tmp_path / "none.yaml").refused(2, "cannot be read")
+    written = [Path(line) for line in cli("report", run).out.splitlines() if line.endswith(".yaml")]
+    assert [path.parent for path in written] == [run / "lengths"] * len(written)
+    own = [read_published(path) for path in written]
+    assert {gamma for each in own for _, gamma in each.lengths} == {1, 2, 4}
+    assert own[0].lengths[False, 1] == pytest.approx(length, abs=1e-4)
+    assert "prompts: " in own[0].header[0]
+    assert all("no different" in cli("compare", run, path).out for path in written)
     cli("compare", run, tmp_path / "none.yaml", "--metric", "speedup").refused(2, "Leave out --metric")

@@ -235,7 +235,7 @@ def written(tmp_path_factory) -> tuple[Path, Report]:
         categories=("chat", "code"), prompts_per_category=3, tokens=24, transformers_row=True,
     )  # fmt: skip
     report, paths = write_report(folder)
-    assert paths == [folder / "report.html", folder / "report.md"]
+    assert paths[:2] == [folder / "report.html", folder / "report.md"]
     return folder, report
 
 
@@ -364,7 +364,7 @@ class TestCommand:
         command([tmp_path / name for name in ("one", "two", "zero")])
         said = capsys.readouterr()
         expected = [tmp_path / name / f"report.{kind}" for name in ("one", "two") for kind in ("html", "md")]
-        assert said.out.splitlines() == [str(path) for path in expected]
+        assert [line for line in said.out.splitlines() if "lengths" not in line] == [*map(str, expected)]
         assert all(path.stat().st_size for path in expected)
         assert "one: d γ=2: 2.00× [" in said.err
         assert "zero: There is nothing to report" in said.err

@@ -26,7 +26,7 @@ def report(
         output("--slo LIMITS", "Goodput within limits such as ttft=500ms,tpot=30ms (also e2el=4s)."),
     ] = None,
 ) -> None:
-    """Write report.html, one file that needs nothing else, and report.md with its figures in plots/."""
+    """Write report.html, one file that needs nothing else, report.md with plots/, and accepted lengths in lengths/."""
     from specbench.results.summary import parse_limits
     from specbench.show.report import write_report
 

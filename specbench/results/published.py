@@ -1,4 +1,4 @@
-"""Published accepted lengths: YAML files as InferenceX has them (`golden_al_distribution`), and runs beside them.
+"""Accepted lengths as YAML files in the form of InferenceX's `golden_al_distribution`, and runs beside them.
 
 A file has one model, with a length for each draft length by thinking mode; its header says how it was measured.
 """
@@ -6,16 +6,19 @@ A file has one model, with a length for each draft length by thinking mode; its 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import yaml  # type: ignore[import-untyped]
+from msgspec import structs
 
 from specbench.base.errors import UsageError
-from specbench.base.files import file_errors
+from specbench.base.files import file_errors, write_text
 from specbench.base.record import Estimate
+from specbench.base.textsafe import one_line
 from specbench.results.metrics import Figures
 from specbench.results.summary import Summary
 
@@ -82,6 +85,33 @@ def beside_published(summary: Summary, published: Published) -> list[SimpleNames
         for (thinking, gamma), length in published.lengths.items()
         if gamma == _gamma_of(row) and row.config.condition.thinking in (None, thinking)
     ]
+
+
+def write_lengths(summary: Summary, folder: Path) -> list[Path]:
+    """Write a file for each drafter and condition with accepted lengths by draft length, and return their paths.
+
+    A run whose template is told nothing of thinking counts as not thinking, and the header says so.
+    """
+    run, curves = summary.run, dict[tuple[str, str], dict[str, dict[int, float]]]()
+    for row in summary.rows:
+        at, gamma = row.config.condition, _gamma_of(row)
+        if gamma is not None and not math.isnan(row.tokens_per_draft.value):
+            key = row.config.drafter.removesuffix(f"@{gamma}"), structs.replace(at, thinking=None).ending
+            mode = curves.setdefault(key, {}).setdefault(f"thinking_{'on' if at.thinking else 'off'}", {})
+            mode.setdefault(gamma, round(row.tokens_per_draft.value, 4))
+    told = any(config.condition.thinking is not None for config in run.configs)
+    paths = []
+    for (drafter, ending), modes in curves.items():
+        header = (
+            f"# specbench {run.specbench} | prompts: {len(run.prompts)} | conditions: {ending[1:] or 't=0'}"
+            f" | output_len: {run.max_new_tokens} | thinking: {'as named' if told else 'not told'}\n"
+        )
+        body = {"_metadata": {"draft-model": drafter}, one_line(run.target.name): modes}
+        name = re.sub(r"[^\w.=]+", "-", drafter + ending).strip("-")
+        paths.append(folder / f"{name}.yaml")
+        folder.mkdir(exist_ok=True)
+        write_text(paths[-1], header + yaml.safe_dump(body, sort_keys=False))
+    return paths
 
 
 def _gamma_of(row: Figures) -> int | None:

@@ -18,6 +18,7 @@ from specbench.base.files import file_errors, refuse_link, write_text
 from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
 from specbench.results.advice import review
+from specbench.results.published import write_lengths
 from specbench.results.results import Results, load_results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
 from specbench.results.summary import Summary
@@ -53,7 +54,7 @@ def write_report(
     out: Path | None = None,
     limits: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Report, list[Path]]:
-    """Write ``report.html``, ``report.md``, and the figures of ``report.md`` in ``plots/``.
+    """Write ``report.html``, ``report.md``, its figures in ``plots/``, and accepted lengths in ``lengths/``.
 
     Args:
         folder: The run's folder.
@@ -61,7 +62,7 @@ def write_report(
         limits: See ``make_report``.
 
     Returns:
-        The report, and the paths of ``report.html`` and ``report.md``.
+        The report, and the paths of ``report.html``, ``report.md`` and the files of lengths.
 
     Raises:
         UsageError: There is no run, no generation of it has finished, or a file to write is a symbolic link.
@@ -76,7 +77,9 @@ def write_report(
         texts = {"report.html": to_html(report.name, report.parts), "report.md": to_markdown(*report.parts)}
         for name, text in texts.items():
             write_text(out / name, text)
-    return report, [out / name for name in texts]
+        refuse_link(out / "lengths")
+        lengths = write_lengths(Summary(results), out / "lengths")
+    return report, [*(out / name for name in texts), *lengths]
 
 
 def make_report(
