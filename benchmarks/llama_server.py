@@ -1,7 +1,7 @@
 """llama.cpp's server from the wheel xllamacpp, with the command line of `llama-server`.
 
     python benchmarks/llama_server.py --model TARGET.gguf --spec-type ngram-mod --spec-ngram-mod-n-max 8 --port 8080
-    specbench tune --engine llama.cpp --engine-command "python benchmarks/llama_server.py" --target TARGET.gguf
+    specbench sweep --engine llama.cpp --engine-command "python benchmarks/llama_server.py" --target TARGET.gguf
 
 For machines without llama.cpp's own programs. It needs nothing but `pip install xllamacpp`, and takes those options of
 `llama-server` that `specbench export` writes, and a few more.

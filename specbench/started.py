@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -44,14 +43,12 @@ def started_engine(name: str) -> StartedEngine:
     return engine
 
 
-def engine_drafters(
-    engine: StartedEngine, texts: Sequence[str], *, usual: bool, elsewhere: bool
-) -> list[EngineDrafter]:
-    """Return the drafters to try with an engine, if ``usual`` its usual kinds of n-grams too.
+def engine_drafters(engine: StartedEngine, texts: Sequence[str], *, elsewhere: bool) -> list[EngineDrafter]:
+    """Return the drafters to measure with an engine; without any, its usual kinds of n-grams.
 
     If the server may run ``elsewhere``, on another machine, paths need not exist here.
     """
-    found = [EngineDrafter(name) for name in engine.ngrams] if usual else []
+    found = [] if texts else [EngineDrafter(name) for name in engine.ngrams]
     for text in dict.fromkeys(texts):
         if text in engine.ngrams:
             found.append(EngineDrafter(text))
@@ -102,7 +99,6 @@ class Started:
 
     Attributes:
         spec, engine, name, target, drafters, settings: What is started; ``name`` is the target's in results.
-        eager: Whether all servers are started that fit into memory; otherwise each when it is needed.
         command: Starts a server in place of the usual command.
         arguments: The user's own words for every server.
     """
@@ -115,7 +111,6 @@ class Started:
     settings: Sequence[EngineSetting]
     command: str = ""
     arguments: Sequence[str] = ()
-    eager: bool = True
 
     @classmethod
     def of(
@@ -127,17 +122,16 @@ class Started:
         *,
         command: str = "",
         arguments: Sequence[str] = (),
-        usual: bool,
         **compared: Any,
     ) -> Started:
-        """Return the servers of a target with drafters, all as the command line has them; if ``usual``, also with the
-        engine's usual n-grams; ``compared``: for ``settings_of``.
+        """Return the servers of a target with drafters, all as the command line has them; ``compared``: for
+        ``settings_of``.
         """
         spec, elsewhere = parse_engine(engine), bool(command)
         starts = started_engine(spec.name)
         named = _model(target, elsewhere=elsewhere)
         model = placed(starts, named)
-        tried = engine_drafters(starts, drafters, usual=usual, elsewhere=elsewhere)
+        tried = engine_drafters(starts, drafters, elsewhere=elsewhere)
         settings = settings_of(starts, model, tried, temperature=temperature, **compared)
         made = spec, starts, one_line(named.name), model, tried, settings
         return cls(*made, command, arguments)
@@ -166,7 +160,7 @@ class Started:
         )
         with closing(made):
             made.server(PLAIN)
-            fits = not self.eager or made.fits(names)
+            fits = made.fits(names)
             together = None if fits else made.limit or made.capacity
             notes = [] if fits else [f"{together} servers fit into memory at a time."]
             yield Opened(made, options, rows, folder, sources, notes, together)
@@ -179,11 +173,6 @@ class Started:
             decoding=options.decoding,
             temperature=options.warmest,
         )
-
-    def start_command(self, setting: EngineSetting) -> list[str]:
-        """Return the command line of a setting, without a port."""
-        first = shlex.split(self.command) or self.engine.server
-        return [*first, *self.engine.words(self.target, setting.options), *self.arguments]
 
     def _command(self, setting: EngineSetting, port: int) -> list[str]:
         """Return the command line that starts the server of a setting on a port."""

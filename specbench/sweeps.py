@@ -121,7 +121,7 @@ def experiment(
     elif engine is not None:
         systems = Started.of(
             engine, target, drafters, options.warmest, command=engine_command, arguments=arguments,
-            usual=not drafters, gammas=gammas, policies=policies,
+            gammas=gammas, policies=policies,
         )  # fmt: skip
     else:
         systems = _models(target, drafters, caching, models or ModelOptions(), decoding, template)

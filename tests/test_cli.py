@@ -398,7 +398,7 @@ def test_folders_and_files_that_are_no_model(cli, tmp_path):
         ("generat hi", "No such command 'generat'. Did you mean 'generate'? See `specbench --help`.\n"),
         ("generate --prompts chta", "Did you mean 'chat'?"),
         ("generate --draft-policy confidnce x", "Did you mean 'confidence'?"),
-        ("tune --engine vlm", "Did you mean 'vllm'?"),
+        ("sweep --engine vlm", "Did you mean 'vllm'?"),
         ("generate --gama 3 x", "No such option: --gama"),
         ("generate --target tiny hi --drafter looukp", "There is no drafter 'looukp'. Give 'lookup', or"),
         ("generate --target tiny hi --drafter ngrm:order=3", "Give 'ngram:order=3', or"),

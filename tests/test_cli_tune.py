@@ -123,7 +123,7 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     assert written.given == {"target": "target:dtype=float32", **settings}, "it is for no other model"
     assert written.fixed_gamma in GAMMAS
     assert f"add --target {models / 'target'}" in said.err
-    assert "Saved: specbench.toml, which generate, chat, serve, sweep and check read" in said.err
+    assert "Saved: specbench.toml, which generate, serve, sweep and check read" in said.err
     assert (folder / "summary.md").read_text().startswith("**Yes: lookup auto, 2.00")
     assert "config,label" in (folder / "summary.csv").read_text()
     assert str(models) not in json.dumps(stored) + (folder / "summary.md").read_text()

@@ -195,7 +195,7 @@ def test_the_options_for_two_gpus_are_taken(tmp_path, monkeypatch, capsys):
     _, text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").split("\n## Two GPUs\n")
     blocks = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL))
     commands = [shlex.split(line)[1:] for line in blocks.splitlines()]
-    assert [each[0] for each in commands] == ["generate", "generate", "sweep", "tune"]
+    assert [each[0] for each in commands] == ["generate", "generate", "sweep", "sweep"]
     for arguments in commands:
         code = run(
             [
@@ -215,7 +215,8 @@ def _short(arguments: list[str]) -> list[str]:
         "generate": ["--raw"],
         "sweep": ["--limit", "1", "--repeats", "1", "--gamma", "1"],
     }
-    return arguments + ([*more[arguments[0]], "-n", "4"] if arguments[0] in more else [])
+    command, *rest = arguments
+    return [command, *more[command], "-n", "4", *rest]
 
 
 def accepted(out: str, err: str) -> int:

@@ -153,7 +153,7 @@ def test_categories_come_in_turn_so_that_what_differs_between_them_is_no_chance(
             block = Block(f"p-{number}", 0, kind if categories else "")
             speed = 1.5 if kind == "code" else 1 / 1.5
             wave = 1.0 + number % 4 / 100
-            race.add([block], [{PLAIN: Timing(1, 1.0), "a": Timing(1, wave / speed)}])
+            race.add(block, {PLAIN: Timing(1, 1.0), "a": Timing(1, wave / speed)})
         race.look(last=True)
         return race
 
@@ -180,7 +180,7 @@ def test_all_looks_together_spend_no_more_than_there_is():
     """One bound for each of the others at every look on the way, and at the last one."""
     race = new("a", "b", "c", limit=24)
     for block in blocks(6):
-        race.add([block], [{name: Timing(1, 1.0 + wobble(name, block)) for name in race.running}])
+        race.add(block, {name: Timing(1, 1.0 + wobble(name, block)) for name in race.running})
     spent = 5 * 3 * race.level  # after 6, 8, 12, 16 and 24 blocks
     assert spent == pytest.approx(ERROR / 2)
     race.look(last=True)
@@ -221,7 +221,7 @@ def test_who_may_be_faster_than_a_new_leader_is_measured_again():
         speeds = {PLAIN: 1.0, "a": 3.0, "b": 2.7, "c": 2.0 * (1.0 + 0.4 * (number % 2))}
         if number >= 6:
             speeds |= {"a": 0.5, "c": 6.0}
-        race.add([block], [{name: Timing(100, wave / speeds[name]) for name in race.running}])
+        race.add(block, {name: Timing(100, wave / speeds[name]) for name in race.running})
         if race.blocks == 6:
             assert (race.leader, set(race.eliminated)) == ("a", {"b"})
     assert race.leader == "c"

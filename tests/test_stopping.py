@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,11 @@ def test_intervals_of_all_looks_hold_together(family):
     row = interval_coverage.judge_looks(draw(rng, (600, 32)), rng)
     assert row["together"] >= 0.93
     assert row["single"] < 0.9  # what looking again and again does to ordinary intervals
+
+
+def test_where_rows_do_not_take_turns_none_is_left_out(tmp_path):
+    """Of servers that do not fit together, each decodes all prompts before the next one begins."""
+    sweep = replace(make_sweep(PROMPTS[:8], gammas=(2, 3), repeats=2, warmup=0, until="sure"), together=1)
+    with new_store(tmp_path, sweep) as store:
+        Session(sweep, store, Scattered(0.5, 0.3), snapshot=quiet).run_all()
+    assert load_results(tmp_path).done.groupby("config").size().to_dict() == {"d@2": 8, "d@3": 8, "plain": 8}

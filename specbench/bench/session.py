@@ -114,7 +114,7 @@ class Session:
         self.found = len(self.planned) - len(left)
         cells = iter(left)
         if self.sweep.options.until is not None and left:
-            cells = until_answered(left, self.planned, self.sweep.options, self.store, self.clock)
+            cells = until_answered(left, self.planned, self.sweep, self.store, self.clock)
         if (first := next(cells, None)) is not None:  # else there is nothing to warm up for
             warmed = self.store.done_keys()
             for cell in self.sweep.plan():

@@ -22,7 +22,7 @@ from specbench.results.stats import AT_EVERY_LOOK
 from specbench.results.summary import Summary, best_by_baseline
 
 if TYPE_CHECKING:
-    from specbench.bench.grid import Cell, SweepOptions
+    from specbench.bench.grid import Cell, Sweep
     from specbench.decoding.clocks import Clock
     from specbench.results.store import RunStore
     from specbench.specs.sweeps import Until
@@ -39,20 +39,23 @@ def look_due(blocks: int) -> bool:
     return blocks >= FIRST_LOOK and blocks // (blocks & -blocks) in (1, 3)
 
 
-def looks(prompts: int, repeats: int) -> set[int]:
-    """Return after how many decoded prompts a sweep looks: when ``look_due``, and after each repeat of all prompts."""
-    return {*filter(look_due, range(prompts)), *(prompts * repeat for repeat in range(1, repeats + 1))}
+def looks(prompts: int, repeats: int, *, in_turn: bool = True) -> set[int]:
+    """Return after how many decoded prompts a sweep looks: after each repeat of all prompts, and when ``look_due`` if
+    all configurations decode a prompt ``in_turn``.
+    """
+    within = filter(look_due, range(prompts)) if in_turn else ()
+    return {*within, *(prompts * repeat for repeat in range(1, repeats + 1))}
 
 
 def until_answered(
-    left: Iterable[Cell], planned: Sequence[Cell], options: SweepOptions, store: RunStore, clock: Clock
+    left: Iterable[Cell], planned: Sequence[Cell], sweep: Sweep, store: RunStore, clock: Clock
 ) -> Iterator[Cell]:
     """Yield the cells to measure, of those that are left, until the answer of a sweep is sure or the time is up.
 
     Its answer is the verdict on the fastest configuration, or a narrow interval. A configuration whose interval lies
     below that of the fastest is measured no further. The run keeps the rule and how it ended.
     """
-    until, minutes = options.until, options.minutes
+    until, minutes = sweep.options.until, sweep.options.minutes
     assert until is not None
     rule = Stopping(until=str(until), minutes=minutes, confidence=AT_EVERY_LOOK)
     store.update(stopping=rule)
@@ -60,7 +63,7 @@ def until_answered(
     firsts = [cell for cell in planned if cell.order == 0 and cell.turn == 0]
     decoded = {cell: number for number, cell in enumerate(firsts)}
     prompts = sum(cell.repeat == 0 for cell in firsts)
-    due = looks(prompts, len(firsts) // max(1, prompts))
+    due = looks(prompts, len(firsts) // max(1, prompts), in_turn=sweep.together is None)
     beaten: Collection[str] = ()
     ended: Literal["decided", "time", "blocks"] = "blocks"
     for cell in left:

@@ -25,10 +25,7 @@ EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
      "server", "it is for models"),
     ("sweep", ("engine",), "server", "it starts its own servers"),
     ("sweep", ("context",), "engine", "start its server and measure it with --server"),
-    ("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     ("sweep", ("baseline", "cache", ModelOptions, "format"), "engine", "it is for specbench's own decoding"),
-    ("tune", (ModelOptions, "out", "format"), "engine", "it is for specbench's own decoding"),
-    ("tune", ("for_engine",), "engine", "it tunes that engine alone"),
 )  # fmt: skip
 """Commands, options (names of parameters, or classes whose fields are) that cannot be combined with another one, that
 one, and the reason, if names alone do not say it.
@@ -39,7 +36,6 @@ NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("sweep", ("minutes",), "until", ""),
     ("check", ("against",), "server", ""),
     ("sweep", ("engine_command", "arguments"), "engine", ""),
-    ("tune", ("engine_command", "arguments"), "engine", ""),
 )
 """The same for options that have a meaning only with another one; of several others one is enough."""
 

@@ -38,7 +38,6 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "tune": (
         "specbench tune",
         "specbench tune --target org/big --drafter org/small --minutes 15",
-        "specbench tune --engine vllm --target org/big --drafter org/small",
     ),
     "sweep": (
         "specbench sweep --gamma 1..8",

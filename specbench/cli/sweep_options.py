@@ -1,4 +1,4 @@
-"""Options of `specbench sweep` in groups, and those of servers, which `specbench tune` has too."""
+"""Options of `specbench sweep` in groups."""
 
 from __future__ import annotations
 

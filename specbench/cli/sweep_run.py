@@ -97,3 +97,7 @@ def _show(job: RunJob, results: Results, *, verbose: bool) -> None:
         show(Console(highlight=False), *said, *shown)
         if summary.stopping:
             job.say(f"note: {summary.stopping}")
+        engine = job.session.engine
+        if isinstance(engine, LaunchedEngine):
+            for config in (row.config for row in summary.rows if row.config.id in summary.winners):
+                job.say(f"To start {config.label}: {shlex.join(engine.start_command(config.drafter))}")

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
-from specbench.cli.sweep_options import ServerOptions, StartedArguments
-from specbench.cli.tune_options import ENGINE_MINUTES, MINUTES, SearchOptions
+from specbench.cli.tune_options import MINUTES, SearchOptions
 from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
 
 
@@ -15,11 +14,9 @@ def tune(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     template: Annotated[TemplateOptions, opt.Fields("thinking")],
-    servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command")],
     models: ModelOptions,
     decoding: Annotated[DecodingOptions, opt.Fields("max_new_tokens", "format", max_new_tokens=48)],
     search: SearchOptions,
-    arguments: StartedArguments = None,
 ) -> None:
     """Find the fastest drafter and draft policy for a target on this machine, and write specbench.toml.
 
@@ -27,15 +24,9 @@ def tune(
     plain outputs. The promising ones are raced, prompt by prompt and in turn, until they can be told apart or the time
     is up. Other commands read the specbench.toml; it is provisional if the time was too short to be sure. Exit code 1:
     no configuration was found.
-
-    With --engine, servers of that engine are started and raced instead, and the answer is its command line.
     """
     if search.minutes is not None and not search.minutes > 0:
         raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")
-    from specbench.cli.tune_run import tune_engine, tune_models
+    from specbench.cli.tune_run import run_tune
 
-    if servers.engine is not None:
-        minutes = search.minutes or ENGINE_MINUTES
-        tune_engine(target, search, template, servers, decoding, minutes, arguments or ())
-        return
-    tune_models(target, search, template, models, decoding, search.minutes or MINUTES)
+    run_tune(target, search, template, models, decoding, search.minutes or MINUTES)

@@ -11,8 +11,8 @@ from specbench.options import DECODING, MODELS, OUTPUT, group
 
 _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
 
-MINUTES, ENGINE_MINUTES = 1.0, 20.0
-"""Time limits of a search."""
+MINUTES = 1.0
+"""Time limit of a search."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class SearchOptions:
     minutes: float | None = _option(
         None,
         "--minutes X",
-        f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, or more for a slow target; with"
-        f" --engine {ENGINE_MINUTES:g}.",
+        f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, or more for a slow target.",
     )
     out: Path = _output(Path("specbench.toml"), "--out -o FILE", "File to write the configuration found to.")
     results: Path | None = _output(

@@ -1,40 +1,42 @@
-"""Running `specbench tune`, of specbench's own configurations or of an engine's: from options to the answer."""
+"""Running `specbench tune`: from options to the search, what is shown meanwhile, and its answer."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from contextlib import ExitStack
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
+
+import typer
+from msgspec import structs
 
 from specbench.base.errors import UsageError
 from specbench.base.files import file_errors, require_writable
 from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
+from specbench.base.textsafe import counted, terminal_safe
 from specbench.bench.manifest import command_line
+from specbench.cli.console import broken, duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.run_job import RunJob
+from specbench.cli.signals import exit_code_of_interrupt
 from specbench.config import config_from_recipe, write_config
-from specbench.experiment import Experiment, opened
+from specbench.experiment import opened
 from specbench.recipe import Recipe
-from specbench.tune.candidates import given_drafters, search_experiment
+from specbench.results import stats
+from specbench.results.results import load_results
+from specbench.tune.candidates import given_drafters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.base.record import Json
-    from specbench.bench.engines.launched import LaunchedEngine
-    from specbench.bench.session import Session
-    from specbench.cli.sweep_options import ServerOptions
     from specbench.cli.tune_options import SearchOptions
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
+    from specbench.results.run import TuningAnswer
+    from specbench.tune.search import Search
 
-_READERS = "generate, chat, serve, sweep and check"
 
-
-def tune_models(
+def run_tune(
     target: str,
     asked: SearchOptions,
     template: TemplateOptions,
@@ -42,7 +44,11 @@ def tune_models(
     decoding: DecodingOptions,
     minutes: float,
 ) -> None:
-    """Find the fastest configuration, write and print it; for the arguments see ``specbench.cli.tune``."""
+    """Find the fastest configuration, write and print it; for the arguments see ``specbench.cli.tune``.
+
+    Raises:
+        typer.Exit: The search was interrupted.
+    """
     start, began = load_snapshot(), perf_counter()
     with file_errors(f"{str(asked.out)!r} cannot be written", "Give another --out.", kind=UsageError):
         require_writable(asked.out.parent)
@@ -52,18 +58,11 @@ def tune_models(
         with starting(asked.quiet) as progress, quiet_transformers():
             from specbench.tune.loading import Candidates
 
-            experiment = search_experiment(
-                Candidates(base, given, only),
-                asked.prompts,
-                asked.temperature,
-                decoding,
-                template,
-                chained=base.chained is not None,
+            experiment = Candidates(base, given, only).search(asked.prompts, asked.temperature)
+            command = command_line(sys.argv[1:])
+            session = stack.enter_context(
+                opened(experiment, asked.results, resume=asked.resume, command=command, progress=progress)
             )
-            session = stack.enter_context(_opened(experiment, asked, progress))
-            from specbench.cli.tune_display import finish_search, run_search
-            from specbench.show.answer import find_answers
-            from specbench.tune.answer import fixed_gamma
             from specbench.tune.predicted import search_models
 
         if asked.minutes is not None or asked.resume:  # they are for what comes after loading
@@ -74,8 +73,52 @@ def tune_models(
         search = search_models(
             session, base, given, began, 60 * minutes, longer=asked.minutes is None, progress=progress
         )
-        answer = run_search(job, search, progress)
-    (stored,) = find_answers(job.summary(), job.recipes)
+        answer = _run_search(job, search, progress)
+    _finish(job, search, answer, asked)
+    if search.race.ending == "interrupted":
+        raise typer.Exit(exit_code_of_interrupt())
+
+
+def _race_state(search: Search) -> str:
+    """Return a line on the running candidates of the race."""
+    race, lead = search.race, search.rows[search.race.leader].label
+    if race.leader != race.plain:
+        lead += f" {stats.decimals(race.speedup(race.leader).value)}× plain"
+    who = "decided" if race.decided else f"first of {len(race.running)}"
+    left = duration(max(0.0, search.left_s))
+    return f"{counted(race.blocks, 'block')}, {left} left, {who}: {lead}"
+
+
+def _run_search(job: RunJob, search: Search, progress: StageProgress) -> TuningAnswer:
+    """Search, show the race, and store the answer in the run for reports and exports."""
+    from specbench.tune.answer import find_answer
+
+    ended, store = False, job.session.store
+    try:
+        for _ in search.measure():
+            progress.update("racing", 0, None, note=_race_state(search))
+        ended = search.race.ending != "interrupted"
+    finally:
+        if not ended:
+            job.say(
+                f"Measurements are in {job.folder}; to continue, run the same command with --results"
+                f" {shlex.quote(str(job.folder))} --resume."
+            )
+    answer = find_answer(search, load_results(job.folder))
+    assert store.run.tuning is not None
+    store.update(tuning=structs.replace(store.run.tuning, answer=answer))
+    return answer
+
+
+def _finish(job: RunJob, search: Search, answer: TuningAnswer, asked: SearchOptions) -> None:
+    """Write the configuration and the summary, and print the answer."""
+    from specbench.show.answer import find_answers
+    from specbench.show.document import to_markdown
+    from specbench.show.tables import summary_sheet
+    from specbench.tune.answer import answer_parts, answer_text, as_json, fixed_gamma
+
+    summary = job.summary()
+    (stored,) = find_answers(summary, job.recipes)
     recipe, gamma = job.recipes[answer.choice], fixed_gamma(search, answer.choice)
     facts: Json = {"configuration": None}
     lines, ending = [f"Decode:  {stored.command}"] * bool(stored.command), list[str]()
@@ -90,57 +133,22 @@ def tune_models(
         facts["configuration"] = str(asked.out)
         where = f"{asked.out}{' (provisional)' * answer.provisional}"
         ending += [f"note: {note}"] * bool(note)
-        ending.append(f"Saved: {where}, which {_READERS} read in this folder or with --config.")
+        ending.append(
+            f"Saved: {where}, which generate, serve, sweep and check read in this folder or with --config."
+        )
     if search.race.verdict == "faster":
         words = ("specbench", "export", str(job.folder), "--to", asked.for_engine or "vllm")
         facts["export"] = shlex.join(words)
         other = "" if asked.for_engine else "  (or another engine)"
         lines.append(f"Deploy:  specbench serve, or {facts['export']}{other}")
-    finish_search(job, search, answer, asked, lines, facts, ending)
-
-
-def tune_engine(
-    target: str,
-    asked: SearchOptions,
-    template: TemplateOptions,
-    servers: ServerOptions,
-    decoding: DecodingOptions,
-    minutes: float,
-    arguments: Sequence[str],
-) -> None:
-    """Find an engine's fastest setting and print its command line; for the arguments see ``specbench.cli.tune``."""
-    start, began = load_snapshot(), perf_counter()
-    assert servers.engine is not None
-    from specbench.cli.tune_display import finish_search, run_search
-    from specbench.started import Started
-    from specbench.tune.tries import search_settings
-
-    with starting(asked.quiet), quiet_transformers():
-        started = Started.of(
-            servers.engine, target, asked.drafter, asked.temperature,
-            command=servers.engine_command, arguments=arguments, usual=True,
-        )  # fmt: skip
-    experiment = search_experiment(
-        replace(started, eager=False), asked.prompts, asked.temperature, decoding, template
-    )
-    with (
-        StageProgress(asked.quiet, animated=False) as progress,
-        _opened(experiment, asked, progress) as session,
-    ):
-        job = RunJob(session, asked.quiet)
-        job.say_at_start(start, "" if asked.resume else None)
-        search = search_settings(session, started, began, 60 * minutes, progress)
-        answer = run_search(job, search, progress)
-        used = cast("LaunchedEngine", session.engine).summary()
-    setting = dict(zip(session.configs, started.settings, strict=True))[answer.choice]
-    command, needs = started.start_command(setting), list(setting.needs)
-    facts = {"engine": started.engine.name, "command": command, "needs": needs}
-    lines = [*needs, f"Start:  {shlex.join(command)}"]
-    finish_search(job, search, answer, asked, lines, facts, [used] if used else [])
-
-
-def _opened(
-    experiment: Experiment, asked: SearchOptions, progress: StageProgress
-) -> AbstractContextManager[Session]:
-    command = command_line(sys.argv[1:])
-    return opened(experiment, asked.results, resume=asked.resume, command=command, progress=progress)
+    parts = to_markdown(*answer_parts(answer, search)), to_markdown(summary_sheet(summary))
+    job.write_summary(summary, "\n\n".join(parts))
+    if asked.json_output:
+        write_json({**as_json(answer, search), **facts, "results": str(job.folder)})
+    else:
+        text = answer_text(answer, search, lines, verbose=asked.verbose)
+        write_out(broken(terminal_safe(text), sys.stdout))
+    for warning in job.session.warnings:
+        job.warn(warning)
+    for line in (*ending, job.where):
+        job.say(line)

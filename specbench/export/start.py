@@ -42,17 +42,13 @@ class EngineSetting:
 
     Attributes:
         name: Its name in files and tables.
-        family: What settings share that differ only in their draft length; empty for plain decoding.
         gamma: The draft length; 0 for plain decoding.
         options: The engine's options that differ from those of plain decoding.
-        needs: What must be done first, as sentences.
     """
 
     name: str
-    family: str
     gamma: int
     options: Json
-    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,14 +103,10 @@ class StartedEngine(ExportEngine):
         variables = [f"{name}={value}" for name, value in options.items() if name.isupper()]
         options = {name: value for name, value in options.items() if not name.isupper()}
         measured = [*(self.reporting if options else ()), *self.listening]
-        words = [*self.words(target, options), *more, *measured, str(port)]
+        words = [*option_words({**self.target_options(target), **options}), *more, *measured, str(port)]
         if first[0].rpartition("/")[2] == "ssh":
             words = [shlex.quote(word) for word in words]
         return [*(["env", *variables] if variables else []), *first, *words]
-
-    def words(self, target: ModelSpec, options: Json) -> list[str]:
-        """Return the part of a command line that names the target and a setting."""
-        return option_words({**self.target_options(target), **options})
 
     def setting(
         self, target: ModelSpec, drafter: EngineDrafter, gamma: int, policy: PolicySpec, temperature: float
@@ -128,7 +120,7 @@ class StartedEngine(ExportEngine):
         own = self.ngrams[drafter.spec] if isinstance(drafter.spec, str) else drafter.spec
         if isinstance(own, dict):
             options = {option: gamma if value == GAMMA else value for option, value in own.items()}
-            return EngineSetting(f"{name}@{gamma}", name, gamma, options)
+            return EngineSetting(f"{name}@{gamma}", gamma, options)
         spec = parse_drafter(own) if isinstance(own, str) else own
         if isinstance(policy, Confidence):
             end = f",p={policy.threshold:g}"
@@ -137,9 +129,7 @@ class StartedEngine(ExportEngine):
         placed = spec if found is None else with_models(spec, lambda _: found)
         recipe = Recipe(target, placed, policy, sampling=SamplingOptions(temperature=temperature))
         export = self.export(Setting(recipe, gamma, head=drafter.head))
-        # What runs here misses nothing.
-        ready = [] if target.is_path or (found is not None and found.is_path) else export.needs
-        return EngineSetting(f"{name}@{gamma}{end}", f"{name}{end}", gamma, export.options, tuple(ready))
+        return EngineSetting(f"{name}@{gamma}{end}", gamma, export.options)
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
@@ -181,7 +171,7 @@ def settings_of(
             raise UsageError(
                 f"{engine.title} does not have the draft policy {policy.word}.", f"Choose from {known}."
             )
-    found = [EngineSetting(PLAIN, "", 0, {})]
+    found = [EngineSetting(PLAIN, 0, {})]
     for drafter in drafters:
         has_model = not isinstance(drafter.spec, str) and drafter.spec.model_part is not None
         found += [

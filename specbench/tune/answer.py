@@ -177,7 +177,7 @@ def _more_time(search: Search) -> str:
     needed = search.race.blocks_needed()
     if needed is None:
         return "More time is needed, how much is not known yet: --resume continues."
-    minutes = math.ceil((needed * search.block_s + search.engine.starting_s) / 60)
+    minutes = math.ceil(needed * search.block_s / 60)
     if minutes > _LONG:
         return f"More than {_LONG // 60} hours would be needed to decide it: --resume continues."
     return f"About {counted(minutes, 'more minute')} would decide it: --resume --minutes {minutes}."

@@ -1,25 +1,20 @@
 """Choose what `specbench tune` races: configurations of a sweep's grid, and a selection by their predicted speedups.
 
-Configurations far below the best prediction (``specbench.predict``) are not raced. The settings of an engine are
-predicted from other measurements, and selected alike.
+Configurations far below the best prediction (``specbench.predict``) are not raced.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from specbench.base.errors import UsageError
-from specbench.bench.grid import SweepOptions
-from specbench.experiment import Experiment, Systems
 from specbench.export.registry import load_engine
 from specbench.models.find import require_models
-from specbench.options import DecodingOptions, SamplingOptions, TemplateOptions
 from specbench.recipe import Recipe
 from specbench.results.run import Tuning
-from specbench.rows import Row, conditions_of
+from specbench.rows import Row
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
@@ -57,10 +52,6 @@ _FRONTS = [cast("Cascade", parse_drafter(f"{front}+self:int8")) for front in ("l
 """Cascades of drafters without a model before each model, which takes the place of ``self``."""
 
 
-_REPEATS = 3
-"""Times that a prompt is decoded at most."""
-
-
 # -- candidates ------------------------------------------------------------------------------------
 
 
@@ -85,29 +76,6 @@ def given_drafters(
         replace(base, drafter=spec).check("timing")
     require_models(base.target, *(part.model for spec in given for part in spec.models))
     return given, only
-
-
-def search_experiment(
-    systems: Systems,
-    prompts: Sequence[str],
-    temperature: float,
-    decoding: DecodingOptions,
-    template: TemplateOptions,
-    *,
-    chained: bool = False,
-) -> Experiment:
-    """Return the experiment of a search; for ``chained`` see ``rules_to_try``."""
-    options = SweepOptions(
-        conditions_of(temperature=[SamplingOptions(temperature).temperature]),
-        gammas=GAMMAS,
-        policies=rules_to_try(greedy=temperature == 0, chained=chained),
-        decoding=decoding,
-        repeats=_REPEATS,
-        warmup=0,
-        turns=1,
-        template=template,
-    )
-    return Experiment(systems=systems, options=options, prompts=prompts, tuned=True)
 
 
 def drafters_to_try(
@@ -191,7 +159,6 @@ def select(
     failed: Mapping[str, str],
     *,
     lengths: Collection[str] = (),
-    most: int = 1,
     needed: Collection[str] = (),
 ) -> Tuning:
     """Select the candidates to race: the needed ones, and as many others as the time allows, by prediction.
@@ -204,15 +171,14 @@ def select(
         seconds: Time for all of them.
         families: What each candidate belongs to: its drafter. One without any prediction has failed or was not tried.
         failed: Errors by family.
-        lengths: Ids that differ from others of their family in the draft length alone.
-        most: How many of these are raced in a family.
+        lengths: Ids that differ from others of their family in the draft length alone; one of a family is raced.
         needed: Ids that are raced in any case.
     """
-    ranked, taken = by_prediction(predicted), Counter[str]()
-    for name in [each for each in ranked if each in lengths]:
-        taken[families[name]] += 1
-        if taken[families[name]] > most:
+    ranked, taken = by_prediction(predicted), set[str]()
+    for name in [name for name in ranked if name in lengths]:
+        if families[name] in taken:
             ranked.remove(name)
+        taken.add(families[name])
     left_out: dict[str, str] = {}
     raced: list[str] = []
     best = max([1.0, *predicted.values()])

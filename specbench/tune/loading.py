@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
+from specbench.bench.grid import SweepOptions
 from specbench.bench.manifest import describe_models
-from specbench.experiment import Opened
+from specbench.experiment import Experiment, Opened
 from specbench.kernels import is_available
 from specbench.loaded import drafter_notes
 from specbench.models.devices import available_memory, resolve_device
@@ -18,20 +19,22 @@ from specbench.models.drafters import DrafterLoader
 from specbench.models.mtp_layouts import has_mtp_layers
 from specbench.models.prepare import LoadedDrafter, check_models, prepare, prepare_drafters
 from specbench.models.target import default_cache
-from specbench.options import quantized
+from specbench.options import SamplingOptions, quantized
 from specbench.recipe import with_small_models
+from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import DrafterSpec, Lookup, Mtp, SelfForm, SmallModel, after_grammar
 from specbench.specs.policies import Auto
-from specbench.tune.candidates import BLOCK_CHAIN, drafters_to_try
+from specbench.tune.candidates import BLOCK_CHAIN, GAMMAS, drafters_to_try, rules_to_try
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.bench.grid import SweepOptions
     from specbench.experiment import FolderOf
     from specbench.export.engine import ExportEngine
     from specbench.options import ModelOptions
     from specbench.recipe import Recipe
-    from specbench.rows import Row
+
+_REPEATS = 3
+"""Times that a prompt is decoded at most."""
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 
@@ -43,6 +46,21 @@ class Candidates:
     base: Recipe
     given: Sequence[DrafterSpec]
     only: ExportEngine | None = None
+
+    def search(self, prompts: Sequence[str], temperature: float) -> Experiment:
+        """Return the experiment of a search on prompts."""
+        base = self.base
+        options = SweepOptions(
+            conditions_of(temperature=[SamplingOptions(temperature).temperature]),
+            gammas=GAMMAS,
+            policies=rules_to_try(greedy=temperature == 0, chained=base.chained is not None),
+            decoding=base.decoding,
+            repeats=_REPEATS,
+            warmup=0,
+            turns=1,
+            template=base.template,
+        )
+        return Experiment(systems=self, options=options, prompts=prompts, tuned=True)
 
     @contextmanager
     def opened(

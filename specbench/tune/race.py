@@ -17,8 +17,7 @@ one of the looks. Any other candidate could be chosen, so the error probability 
 have to hold). Half of the total error is divided equally among the looks, whose number follows from the number of
 blocks; the other half is for the last look, when the time is over.
 
-Nothing here decodes or knows a model: ``run_race`` asks ``measure`` for the time of one candidate on one block. If not
-all candidates fit into memory, several blocks are taken together, and each candidate decodes them one after the other.
+Nothing here decodes or knows a model: ``run_race`` asks ``measure`` for the time of one candidate on one block.
 """
 
 from __future__ import annotations
@@ -157,16 +156,13 @@ class Race:
 
     # -- blocks and looks --------------------------------------------------------------------------
 
-    def add(self, blocks: Sequence[Block], timings: Sequence[Timings]) -> None:
-        """Add the timings of some blocks that the same candidates decoded, then look if that became due.
+    def add(self, block: Block, timings: Timings) -> None:
+        """Add the timings of a block, then look if that became due.
 
         A failure eliminates a candidate. A block does not count if plain decoding fails, or any candidate emits nothing
         after the first token.
         """
-        due = False
-        for block, each in zip(blocks, timings, strict=True):
-            if self._add_block(block, each):
-                due |= look_due(self.blocks)
+        due = self._add_block(block, timings) and look_due(self.blocks)
         self._choose_running()
         if due:
             self.look()
@@ -424,42 +420,29 @@ def run_race(
     *,
     in_time: Callable[[str, Block], bool] = lambda *_: True,
     seed: int = 0,
-    several: Callable[[], int] = lambda: 1,
 ) -> Iterator[Race]:
-    """Run a race to its end; yield it whenever blocks were measured. The same timings and seed give the same race.
+    """Run a race to its end; yield it after each block. The same timings and seed give the same race.
 
     Args:
         blocks: The blocks in order, at most the race's limit.
         measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through.
         in_time: Takes the same, and returns whether there is time for it.
-        several: Returns how many blocks to take next.
     """
-    at = number = 0
-    while at < len(blocks) and not race.is_sure:
-        taken = blocks[at : at + several()]
-        timings: dict[Block, Timings] = {block: {} for block in taken}
-        for name, block in _turns(race.running, taken, seed, number):
+    for block in blocks:
+        timings: Timings = {}
+        order = list(race.running)
+        random.Random(f"{seed}/{block.repeat}/{block.prompt}").shuffle(order)
+        for name in order:
             if not in_time(name, block):
                 race.ending = "time"
                 break
-            timings[block][name] = measure(name, block)
+            timings[name] = measure(name, block)
         if race.ending == "time":
             break
-        race.add(taken, list(timings.values()))
+        race.add(block, timings)
         yield race
-        at, number = at + len(taken), number + 1
+        if race.is_sure:
+            break
     if race.blocks:
         race.look(last=True)
     race.ending = "decided" if race.decided else race.ending or "blocks"
-
-
-def _turns(
-    names: Sequence[str], blocks: Sequence[Block], seed: int, number: int
-) -> Iterator[tuple[str, Block]]:
-    """Yield who decodes what: a block in random order; of several, each candidate all, and forth and back by turns."""
-    order = list(names)
-    if len(blocks) == 1:
-        random.Random(f"{seed}/{blocks[0].repeat}/{blocks[0].prompt}").shuffle(order)
-    for name in order[:: -1 if number % 2 and len(blocks) > 1 else 1]:
-        for block in blocks:
-            yield name, block

@@ -1,8 +1,5 @@
 """The search of `specbench tune`: predictions for all candidates, a selection, a race, and its ending.
 
-``predicted.choose`` predicts specbench's own configurations from a few plain outputs, ``tries.choose`` the settings of
-a server from short tries. All else is the same for both.
-
 Measurements are stored immediately, in a run folder like a sweep's (``results.store``). Stored results are never
 measured again, so the same call resumes a search: the race is replayed over the stored timings, which takes no time,
 and continues from there.
@@ -12,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,7 +18,6 @@ import msgspec
 from specbench.base.errors import RunError
 from specbench.bench.grid import Cell
 from specbench.bench.passes import pass_costs
-from specbench.bench.stopping import look_due
 from specbench.decoding.theory import PassCosts
 from specbench.results.lines import Generation, Key, Measurement
 from specbench.results.run import Tuning
@@ -37,9 +33,6 @@ _PLAIN_FAILURES = 3
 
 _ENDING_S, _ENDING_SHARE = 3.0, 0.03
 """Seconds, and share of the time, for what comes after the race."""
-
-_MOST_BLOCKS = 16
-"""Blocks that are taken together at most where candidates do not fit into memory together."""
 
 
 def race_end(began: float, seconds: float) -> float:
@@ -123,9 +116,7 @@ class Search:
         blocks = [Block(prompt.id, repeat, prompt.category) for repeat in repeats for prompt in prompts]
         race = self.race = Race(tuning.raced, self.plain, limit=len(blocks), expected=tuning.predicted)
         try:
-            yield from run_race(
-                race, blocks, self._time, in_time=self._in_time, seed=self.sweep.options.seed, several=self._several
-            )  # fmt: skip
+            yield from run_race(race, blocks, self._time, in_time=self._in_time, seed=self.sweep.options.seed)
             if not race.blocks and race.ending != "time":
                 raise RunError(
                     "Outputs have no token after the first one, so there are no speeds to compare.",
@@ -144,14 +135,6 @@ class Search:
     def needs(self, predicted: Mapping[str, float]) -> dict[str, Collection[str]]:
         """Return what has to be raced beside plain decoding, see ``race_needs``."""
         return race_needs(self.families, predicted, self._asked)
-
-    def fits(self, names: Sequence[str]) -> bool:
-        """Return whether all these configurations fit into memory together."""
-        return self.engine.fits([self.rows[name].drafter for name in names])
-
-    def start_s(self, name: str) -> float:
-        """Return how many seconds it takes until a configuration can decode."""
-        return self.engine.start_s(self.rows[name].drafter)
 
     @property
     def left_s(self) -> float:
@@ -183,16 +166,9 @@ class Search:
         seed, place = self.seed(block.prompt, str(block.repeat)), self._places[block]
         return Cell(name, block.prompt, 0, block.repeat, place, warmup=False, seed=seed)
 
-    def _several(self) -> int:
-        """Return how many blocks to take next: 1 if all candidates fit, else those until the next look."""
-        if self.fits(self.race.running):
-            return 1
-        ahead = range(1, _MOST_BLOCKS)
-        return next((number for number in ahead if look_due(self.race.blocks + number)), _MOST_BLOCKS)
-
     def _in_time(self, name: str, block: Block) -> bool:
         """Return whether a generation is stored, or would probably end in time."""
-        expected_s = self._durations.get(name, 0.0) + self.start_s(name)
+        expected_s = self._durations.get(name, 0.0)
         return self.cell(name, block).key in self._stored or self.clock() + expected_s <= self.until
 
     def _time(self, name: str, block: Block) -> Timing | None:

@@ -23,19 +23,9 @@ class BenchEngine(Protocol):
 
     Attributes:
         heads: The training metadata of trained heads, by the names of their drafters.
-        starting_s: Seconds that it took to start all servers.
     """
 
     heads: Mapping[str, TrainingMetadata] = {}
-    starting_s: float = 0.0
-
-    def fits(self, names: Sequence[str]) -> bool:
-        """Return whether the drafters, or servers, of these names are ready to decode in turn; start servers for it."""
-        return True
-
-    def start_s(self, name: str) -> float:
-        """Return how many seconds it takes until a drafter or server is ready."""
-        return 0.0
 
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         """Return the field ``target`` of ``run.json``."""

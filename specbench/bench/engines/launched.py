@@ -123,11 +123,6 @@ class LaunchedEngine(BenchEngine):
                 self.server(name)
         return all(name in self._running or name in self._failed for name in names)
 
-    def start_s(self, name: str) -> float:
-        """Return how many seconds it takes until a server answers."""
-        known = {each: start.seconds for each, start in self.starts.items()}
-        return 0.0 if name in self._running else known.get(name, max(known.values(), default=0.0))
-
     def server(self, name: str) -> ServerEngine:
         """Return the engine of a server, which is started if it does not run.
 
@@ -191,7 +186,6 @@ class LaunchedEngine(BenchEngine):
         self._model_name = self._model_name or engine.servers[0].model_name
         started = Start(process, engine, time.monotonic() - began, process.memory())
         self.starts[name] = started
-        self.starting_s = sum(start.seconds for start in self.starts.values())
         return started
 
     def _warm_up(self, name: str, engine: ServerEngine) -> None:
@@ -210,6 +204,10 @@ class LaunchedEngine(BenchEngine):
             there.engine.close()
         finally:
             there.process.stop()
+
+    def start_command(self, name: str) -> Sequence[str]:
+        """Return the words that start a server at port 8000."""
+        return self._commands[name](8000)
 
     # -- the interface of engines --------------------------------------------------------------------
 
