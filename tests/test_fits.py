@@ -109,17 +109,16 @@ TARGETS = {
     },
 }
 LINES = [1, 9, 17, 25, 33]
-FIVE = {"specbench", "vLLM", "SGLang", "llama.cpp", "TensorRT-LLM"}
-BLOCKS = FIVE - {"TensorRT-LLM"}
-MODELS = FIVE | {"transformers", "mlx-lm", "OpenVINO GenAI"}
+FOUR = {"specbench", "vLLM", "SGLang", "llama.cpp"}
+MODELS = FOUR | {"transformers", "mlx-lm"}
 PUBLIC: list[tuple[str, str, dict[str, Any], str, set[str] | str, str]] = [
     # target; drafter; its config.json; what it is; which engines take it, or why it does not fit; what is in doubt
     ("Llama-3.1-8B-Instruct", "EAGLE3-LLaMA3.1-Instruct-8B",
-     llama_head(4096, 128256, "LlamaForCausalLM", draft_vocab_size=32000), "EAGLE-3", FIVE, "architectures are LlamaF"),
+     llama_head(4096, 128256, "LlamaForCausalLM", draft_vocab_size=32000), "EAGLE-3", FOUR, "architectures are LlamaF"),
     ("Llama-3.3-70B-Instruct", "EAGLE3-LLaMA3.1-Instruct-8B",
      llama_head(4096, 128256, draft_vocab_size=32000), "EAGLE-3", "hidden states of the size 4096", ""),
     ("Llama-3.3-70B-Instruct", "EAGLE3-LLaMA3.3-Instruct-70B",
-     llama_head(6144, 128256, draft_vocab_size=32000, target_hidden_size=8192), "EAGLE-3", FIVE, "sglang#21272"),
+     llama_head(6144, 128256, draft_vocab_size=32000, target_hidden_size=8192), "EAGLE-3", FOUR, "sglang#21272"),
     ("Llama-3.1-8B-Instruct", "EAGLE-LLaMA3.1-Instruct-8B",
      llama_head(4096, 128256, "LlamaForCausalLM", bias=True), "EAGLE-1", {"specbench", "vLLM"}, "flags of EAGLE-3"),
     ("vicuna-7b-v1.3", "EAGLE-Vicuna-7B-v1.3",
@@ -143,17 +142,17 @@ PUBLIC: list[tuple[str, str, dict[str, Any], str, set[str] | str, str]] = [
     ("gpt-oss-20b", "gpt-oss-20b-speculator.eagle3",
      speculator("eagle3", "openai/gpt-oss-20b", TARGETS["gpt-oss-20b"], architectures=["Eagle3DraftModel"],
                 eagle_aux_hidden_state_layer_ids=None), "EAGLE-3", {"specbench", "vLLM", "llama.cpp"}, ""),
-    ("Qwen3-1.7B", "Qwen3-1.7B_eagle3", llama_head(2048, 151936, draft_vocab_size=32000), "EAGLE-3", FIVE, ""),
-    ("Qwen3-4B-Instruct-2507", "Qwen3-4B_eagle3", llama_head(2560, 151936, draft_vocab_size=32000), "EAGLE-3", FIVE,
+    ("Qwen3-1.7B", "Qwen3-1.7B_eagle3", llama_head(2048, 151936, draft_vocab_size=32000), "EAGLE-3", FOUR, ""),
+    ("Qwen3-4B-Instruct-2507", "Qwen3-4B_eagle3", llama_head(2560, 151936, draft_vocab_size=32000), "EAGLE-3", FOUR,
      "it may have been made for the base model"),
-    ("Kimi-K2.5", "kimi-k2.5-eagle3", llama_head(7168, 163840, draft_vocab_size=32000), "EAGLE-3", FIVE, ""),
-    ("Qwen3-4B", "Qwen3-4B-DFlash-b16", dflash(2560, 151936, LINES), "DFlash", BLOCKS | {"transformers"}, ""),
+    ("Kimi-K2.5", "kimi-k2.5-eagle3", llama_head(7168, 163840, draft_vocab_size=32000), "EAGLE-3", FOUR, ""),
+    ("Qwen3-4B", "Qwen3-4B-DFlash-b16", dflash(2560, 151936, LINES), "DFlash", FOUR | {"transformers"}, ""),
     ("Qwen3-1.7B", "Qwen3-4B-DFlash-b16", dflash(2560, 151936, LINES), "DFlash", "target's layers are 0 to 28", ""),
     ("MiMo-V2.6-Pro", "MiMo-V2.6-Pro-DFlash",
-     dflash(6144, 152576, [0, 15, 31, 47, 69], target_hidden_size=6144), "DFlash", BLOCKS | {"transformers"}, ""),
+     dflash(6144, 152576, [0, 15, 31, 47, 69], target_hidden_size=6144), "DFlash", FOUR | {"transformers"}, ""),
     ("Qwen3-8B", "dspark_qwen3_8b_block7",
      dflash(4096, 151936, LINES, "Qwen3DSparkModel", target_layer_ids=LINES, mask_token_id=151669, block_size=7),
-     "DSpark", BLOCKS, ""),
+     "DSpark", FOUR, ""),
     ("Qwen3-8B", "PARD-Qwen3-0.6B", sizes(1024, 28, 151936, "Qwen3") | {"pard_token": 151670}, "PARD",
      {"specbench", "vLLM"}, "nothing shows that both have"),
     ("Qwen3-8B", "Qwen3-0.6B", sizes(1024, 28, 151936, "Qwen3"), "small model (Qwen3ForCausalLM)", MODELS, ""),

@@ -14,9 +14,7 @@ ENGINES: Mapping[str, str] = {
     "vllm": "vllm:VLLM",
     "sglang": "sglang:SGLang",
     "llama.cpp": "llama_cpp:LlamaCpp",
-    "tensorrt-llm": "tensorrt_llm:TensorRTLLM",
     "mlx-lm": "mlx_lm:MlxLm",
-    "openvino": "openvino:OpenVino",
 }
 """Module and class of each engine by its name, in the order of listings."""
 
