@@ -169,7 +169,7 @@ def run_one(
     part: dict[str, Any] = {"failed": int((results.generations["status"] == "failed").sum())}
     ids = {config.drafter: config.id for config in sweep.configs}
     for name in (ITSELF, SLOWED):
-        row = compare_runs(results, results, a=ids[name], b=ids[X]).overall[0]
+        row = compare_runs(results, results, a=ids[name], b=ids[X]).rows[0]
         part[name] = {
             "ratio": row.ratio.value,
             "low": row.ratio.low,

@@ -315,7 +315,7 @@ def test_speedups_are_ratios_of_throughputs_over_groups(falls):
     pooled = (1 / plain["throughput"]).sum() / (1 / fast["throughput"]).sum()
     assert row["pooled_speedup"] == pytest.approx(pooled)
     assert summary.winners == {"d@3,b=1", "d@3,b=2"}
-    (compared,) = compare_runs(frame, frame, a="d@3,b=1", b="plain,b=1").overall
+    compared = compare_runs(frame, frame, a="d@3,b=1", b="plain,b=1").rows[0]
     assert compared.verdict == "faster"
 
 

@@ -165,7 +165,7 @@ def test_two_servers_from_beginning_to_end(sweep, plain, fast, models, tmp_path)
     (answer,) = find_answers(Summary(frame))
     assert ("over base" in answer.headline, answer.command) == (True, "")
     assert "drafting" in result.out
-    assert compare_runs(frame, frame, a="drafting", b="base").overall[0].ratio.prompts == 4
+    assert compare_runs(frame, frame, a="drafting", b="base").rows[0].ratio.prompts == 4
     write_report(tmp_path / "run")
     assert {"speedup"} <= {path.stem for path in (tmp_path / "run" / "plots").iterdir()}
     page = (tmp_path / "run" / "report.html").read_text()

@@ -111,6 +111,10 @@ class ComparedRow:
         return stats.verdict(self.ratio)
 
     @property
+    def category_name(self) -> str:
+        return self.category or "all"
+
+    @property
     def provisional(self) -> bool:
         """Whether the verdict rests on disturbed measurements."""
         return self.disturbed and not self.outcome and self.verdict != "cannot tell"
@@ -137,8 +141,8 @@ class Compared:
 
     Attributes:
         names: Names of A and B.
-        rows: For each configuration: a row for all prompts, then a row for each category if there are several. Of a
-            gate, a row for each figure and configuration.
+        rows: A row for each configuration; of a single one, also for each category if there are several. Of a gate, a
+            row for each figure and configuration.
         notes: Sentences that explain the table.
         words: What A and B are called.
         worse_than: How much worse than B a gate allows A to be, as a share of B's figure; ``None`` without a gate.
@@ -149,16 +153,6 @@ class Compared:
     notes: list[str]
     words: tuple[str, str] = ("A", "B")
     worse_than: float | None = None
-
-    @property
-    def metrics(self) -> list[Metric]:
-        """The figures that are compared."""
-        return [*dict.fromkeys(row.kind for row in self.rows)]
-
-    @property
-    def overall(self) -> list[ComparedRow]:
-        """The rows for all prompts."""
-        return [row for row in self.rows if row.category is None]
 
 
 # --- Comparing ------------------------------------------------------------------------------------
@@ -186,7 +180,9 @@ def compare_runs(
     both = Matched(results_a, results_b, a=a, b=b)
     kind = METRICS[metric or both.usual_metric]
     matched = both.rows(kind)
-    rows = [part for row in matched for part in _with_categories(row)]
+    rows = [row for row in matched if not row.values[0].empty]
+    if len(matched) == len(rows) == 1:
+        rows += _categories(rows[0])
     missing = [one_line(row.configs[0].label) for row in matched if row.values[0].empty]
     if not rows and both.is_one_run:
         labels = " and ".join(one_line(config.label) for config in matched[0].configs)
@@ -207,12 +203,10 @@ def compare_runs(
     return Compared(names, rows, notes)
 
 
-def _with_categories(row: ComparedRow) -> Iterator[ComparedRow]:
-    """Yield a row for all prompts, then one for each category if there are several; none without values."""
+def _categories(row: ComparedRow) -> Iterator[ComparedRow]:
+    """Yield a row for each category of a row's prompts, if there are several."""
     ours, theirs = row.values
     categories = ours["category"].unique()
-    if len(ours):
-        yield row
     for category in categories if len(categories) > 1 else ():
         mine = ours[ours["category"] == category]
         values = mine, theirs[theirs["prompt"].isin(mine["prompt"])]

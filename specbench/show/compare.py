@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING
 
 from specbench.base.textsafe import counted
 from specbench.results import stats
-from specbench.show.document import Heading, Items, Paragraph, Part, Sheet
+from specbench.show.document import Items, Paragraph, Part, Sheet
 from specbench.show.tables import Column, table
 
 if TYPE_CHECKING:
@@ -20,29 +19,15 @@ if TYPE_CHECKING:
     from specbench.results.published import Published
 
 
-_FEW = 4
-"""The most configurations that have a table by category each."""
-
-
 def comparison_parts(compared: Compared) -> Iterator[Part]:
-    """Yield a comparison for a terminal; few configurations have a table by category each."""
+    """Yield a comparison for a terminal, with a table for each figure."""
     if compared.worse_than is not None:
         yield Paragraph(_answer([row.outcome for row in compared.rows], compared.worse_than), "bold")
     width = max(map(len, compared.words))
     for word, name in zip(compared.words, compared.names, strict=True):
         yield Paragraph(f"{word:{width}}  {name}")
-    overall = compared.overall
-    categories = len(overall) <= _FEW and compared.worse_than is None
-    if len(overall) > 1 or not categories:
-        for kind in compared.metrics:
-            yield _sheet(compared, [row for row in overall if row.kind is kind], "label")
-    for row in overall if categories else ():
-        mine = [each for each in compared.rows if each.configs == row.configs]
-        if len(overall) == 1:
-            yield _sheet(compared, mine, "category")
-        elif len(mine) > 1:
-            yield Heading(f"{row.label}, by category")
-            yield _sheet(compared, mine[1:], "category")
+    for kind in dict.fromkeys(row.kind for row in compared.rows):
+        yield _sheet(compared, [row for row in compared.rows if row.kind is kind])
     yield from (Paragraph(note, "dim") for note in compared.notes)
 
 
@@ -72,15 +57,17 @@ def published_parts(
     yield Items(list(published.header), same)
 
 
-def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label", "category"]) -> Sheet:
-    """Return a table of rows of one figure; ``of`` is what names a row."""
+def _sheet(compared: Compared, rows: Sequence[ComparedRow]) -> Sheet:
+    """Return a table of rows of one figure; those of a single configuration are named by their category."""
     kind = rows[0].kind
+    of_one = compared.worse_than is None and len({row.configs for row in rows}) == 1
+    heading, name = ("category", "category_name") if of_one else ("configuration", "label")
     sides = [
         Column(side, f"{word} {kind.heading}", kind.form, 1)
         for side, word in zip(("a", "b"), compared.words, strict=True)
     ]
     columns = (
-        Column(of, "configuration" if of == "label" else of, "text"),
+        Column(name, heading, "text"),
         Column("ratio.prompts", "prompts", "count", 2),
         *sides,
         Column("ratio", " / ".join(compared.words), "ratio"),
@@ -90,11 +77,7 @@ def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label",
         sheet,
         headings=[*sheet.headings, "verdict"],
         rows=[
-            [
-                "all" if row.category is None and of == "category" else cells[0],
-                *cells[1:],
-                stats.verdict_text(row.verdict_word, row.provisional),
-            ]
+            [*cells, stats.verdict_text(row.verdict_word, row.provisional)]
             for cells, row in zip(sheet.rows, rows, strict=True)
         ],
         values=[],
@@ -103,27 +86,3 @@ def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label",
         styles={"faster": "green", "slower": "red", "not worse": "green", "worse": "red"},
         elsewhere="with --json, or on a wider terminal",
     )
-
-
-def to_junit(gate: Compared) -> bytes:
-    """Return a gate as JUnit XML, with a test case for each row: failed if it is worse, skipped if one cannot tell."""
-    outcomes = [row.outcome for row in gate.rows]
-    counts = {
-        "failures": outcomes.count("worse"),
-        "skipped": outcomes.count("cannot tell"),
-        "tests": len(outcomes),
-    }
-    suites = ElementTree.Element("testsuites")
-    name = f"specbench compare {gate.names[1]} {gate.names[0]} --worse-than {100 * (gate.worse_than or 0):g}%"
-    attributes = {"name": name, **{key: str(count) for key, count in counts.items()}}
-    suite = ElementTree.SubElement(suites, "testsuite", attributes)
-    for row in gate.rows:
-        case = ElementTree.SubElement(suite, "testcase", {"classname": row.label, "name": row.kind.name})
-        if row.outcome != "not worse":
-            message = (
-                f"{stats.ratio_text(row.ratio)} the baseline's: {row.outcome}{row.why and f', {row.why}'}"
-            )
-            tag = "failure" if row.outcome == "worse" else "skipped"
-            ElementTree.SubElement(case, tag, {"message": message})
-    text = ElementTree.tostring(suites, encoding="unicode", xml_declaration=True)
-    return text.translate(dict.fromkeys((0xFFFE, 0xFFFF), "\ufffd")).encode()  # which XML may not contain
