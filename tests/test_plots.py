@@ -28,7 +28,7 @@ from specbench.results.results import Results, load_results
 from specbench.show import plots
 from specbench.show.plots import canvas
 
-NOT_CHAINS = {"batches", "latency", "contexts"}
+NOT_CHAINS = {"batches", "contexts"}
 CHAINS = [name for name in plots.FIGURES if name not in NOT_CHAINS]
 LONG = Drafter("an-organization/with-a-rather-long-model-name-$1B$_{x}-[red]-Int4", 0.7, 0.3)
 
@@ -93,13 +93,11 @@ def texts(figure: Figure) -> str:
 
 
 class TestContent:
-    @pytest.mark.parametrize("name", ["speedup", "acceptance"])
-    def test_lines_are_the_summary(self, drawn, summary, name):
-        column = {"acceptance": "acceptance_rate"}.get(name, name.replace("-", "_"))
-        axes = drawn[name].axes[0]
+    def test_lines_are_the_summary(self, drawn, summary):
+        axes = drawn["speedup"].axes[0]
         found = [tuple(np.round(line.get_ydata(), 9)) for line in axes.lines if len(line.get_xdata()) == 4]
         for drafter in DRAFTERS:
-            expected = summary.loc[[f"{drafter.name}@{gamma}" for gamma in (1, 2, 4, 8)], column]
+            expected = summary.loc[[f"{drafter.name}@{gamma}" for gamma in (1, 2, 4, 8)], "speedup"]
             assert tuple(np.round(expected.to_numpy(), 9)) in found
         segments = [
             (round(path.vertices[0][1], 9), round(path.vertices[1][1], 9))
@@ -107,7 +105,7 @@ class TestContent:
             for path in collection.get_paths()
         ]
         row = summary.loc["lookup@4"]
-        assert (round(row[f"{column}_low"], 9), round(row[f"{column}_high"], 9)) in segments
+        assert (round(row["speedup_low"], 9), round(row["speedup_high"], 9)) in segments
 
     def test_a_series_has_one_mark_in_all_figures(self, drawn):
         """Its color and marker, hollow for an adaptive policy."""
@@ -195,7 +193,7 @@ class TestSmallAndOdd:
 
     @pytest.mark.parametrize("kind", plots.FORMATS)
     def test_formats_and_repeatable_bytes(self, tmp_path, drawn, kind):
-        figure = drawn["acceptance"]
+        figure = drawn["positions"]
         first, second = tmp_path / f"1.{kind}", tmp_path / f"2.{kind}"
         plots.save_figure(figure, first)
         plots.save_figure(figure, second)

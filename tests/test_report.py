@@ -295,7 +295,7 @@ def test_the_page_can_be_used_without_eyes_or_script(page):
 def test_the_figures_are_those_beside_the_markdown(written, page):
     folder, _ = written
     files = sorted(path.stem for path in (folder / "plots").iterdir())
-    assert files == sorted(set(FIGURES) - {"contexts", "batches", "latency"})  # which this run has not got
+    assert files == sorted(set(FIGURES) - {"contexts", "batches"})  # which this run has not got
     links = re.findall(r"!\[[^\]]+\]\((.+?)\)", (folder / "report.md").read_text(encoding="utf-8"))
     assert len(links) == len(files) == len(page.all("img"))
     assert all((folder / link).is_file() for link in links)

@@ -10,7 +10,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -29,7 +28,7 @@ from specbench.bench.prompts import Prompt
 from specbench.bench.session import Session
 from specbench.generate import encode_messages
 from specbench.options import DecodingOptions
-from specbench.results.acceptance import positions, schedule, shorter
+from specbench.results.acceptance import positions
 from specbench.results.advice import review
 from specbench.results.compare import compare_runs
 from specbench.results.results import load_results
@@ -161,7 +160,7 @@ def test_two_servers_from_beginning_to_end(sweep, plain, fast, models, tmp_path)
     assert summary.loc["drafting", "tokens_per_step"] == pytest.approx(23 / 8)
     assert summary.loc["drafting", "acceptance_rate"] == pytest.approx(0.75)
     assert summary["step_source"].tolist() == ["bursts", "server"]
-    assert summary.loc["drafting", ["speedup_first", "warming"]].notna().all()
+    assert summary.loc["drafting", "warming"] > 0
     (answer,) = find_answers(Summary(frame))
     assert ("over base" in answer.headline, answer.command) == (True, "")
     assert "drafting" in result.out
@@ -303,7 +302,7 @@ def test_steps_that_a_server_reports(sweep, tmp_path, batch, missing):
         sum(accepted) / sum(map(min, drafted, [5, 5, 1, 4, 2, 5, 2]))
     )
     assert row.mean_gamma.value == pytest.approx(sum(drafted) / steps)
-    assert math.isnan(row.ms_per_token.value), "times of its steps are not known"
+    assert math.isnan(row["share_draft"].value), "times of its steps are not known"
     places = [each for each in positions(summary) if each.config is row.config]
     generations = row.generations
     assert [each.drafted for each in places] == [
@@ -314,29 +313,6 @@ def test_steps_that_a_server_reports(sweep, tmp_path, batch, missing):
     ]
     assert not any(each.least for each in places)
     assert results.placed_steps.empty == bool(missing)
-    fewer = [each for each in shorter(summary) if each.config is row.config]
-    # Of drafts of 4, 3 of 4 (2 of 3) were accepted at their end: so often the next step goes on with the same draft.
-    expected = (
-        [(14 + 3 * 12) / 4, (11 + 3 * 9) / 4, (10 + 3 * 7) / 4, 7]
-        if not missing
-        else [8 + (9 + 2 * 8) / 3, 8 + (7 + 2 * 6) / 3, 8 + (6 + 2 * 4) / 3, 12]
-    )
-    assert [each.tokens_per_step.value for each in fewer] == pytest.approx([23 / count for count in expected])
-    assert fewer[-1].speedup == pytest.approx(row.speedup.value)
-    write_report(tmp_path / "run")
-    page = (tmp_path / "run" / "report.md").read_text().replace("\\", "")
-    assert "Predicted with shorter drafts" in page
-    assert ("num_speculative_tokens_per_batch_size" in page) == (batch is not None)
-
-
-def test_the_fastest_draft_length_by_batch_size():
-    def made(batch: int | None, *speedups: float) -> list[SimpleNamespace]:
-        config = SimpleNamespace(drafter="d", condition=SimpleNamespace(batch=batch))
-        return [SimpleNamespace(config=config, gamma=g, speedup=s) for g, s in enumerate(speedups, 1)]
-
-    rows = [*made(16, 0.9, 0.8), *made(None, 1.2, 1.3), *made(4, 1.1, 1.0)]
-    assert schedule(rows) == {"d": [[1, 1, 2], [2, 4, 1], [5, 16, 0]]}
-    assert schedule(made(4, 1.2)) == schedule(made(4, math.nan)) == {}
 
 
 def test_places_of_other_answers_are_left_out(sweep, tmp_path):
@@ -585,7 +561,6 @@ def test_a_server_that_remembers_is_told_apart(tmp_path):
     frame = measured(tmp_path / "run", Timed(seconds), "a", "b")
     summary = frame.table().set_index("config")
     assert summary.loc["b", "warming"] == pytest.approx(2.5, rel=0.1)
-    assert summary.loc["b", "speedup_first"] == pytest.approx(1.0, rel=0.1)
     assert summary.loc["b", "speedup"] > 1.4
     (warning,) = [each for each in review(Summary(frame)) if each.id == "warm-pool"]
     assert warning.message.startswith("b: 2.")

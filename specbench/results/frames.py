@@ -64,36 +64,20 @@ class Frames:
         return paired_groups(self.results)
 
     @cached_property
-    def units(self) -> pd.DataFrame:
-        """The requests, those within the limits, and the seconds of each group, or of each prompt decoded alone.
+    def within(self) -> pd.DataFrame:
+        """The groups with ``met``, how many of their requests were within the limits, and ``seconds``.
 
         Seconds are those in which the tokens come at the group's throughput, so that rates of closed loops leave out
         the time in which a group ends.
         """
-        done = self.results.done.assign(token_s=1.0 / self.results.done["tokens_per_second"])
-        met = pd.Series(True, index=done.index)
-        for name, limit_s in self.limits.items():
-            met &= ~(
-                done[LIMITED[name]].astype(float) > limit_s
-            )  # an answer of one token has no time per token
-        done = done.assign(
-            unit=done["group"].where(done["group"] != "", done["prompt"]), met=met.astype(float)
-        )
-        keys = ["config", "baseline", "unit", "repeat"]
-        units = done.groupby(keys, sort=False, as_index=False).agg(
-            requests=("met", "size"),
-            met=("met", "sum"),
-            tokens=("new_tokens", "sum"),
-            seconds=("total_s", "sum"),
-        )
-        groups = self.results.groups.rename(columns={"group": "unit"})[
-            ["config", "unit", "repeat", "throughput"]
-        ]
-        units = units.merge(groups, on=["config", "unit", "repeat"], how="left")
-        shared = units["tokens"] / units["throughput"].astype(float)
-        return units.assign(seconds=shared.where(units["throughput"].notna(), units["seconds"]))
+        done = self.results.done.assign(token_s=1.0 / self.results.done["tokens_per_second"], met=1.0)
+        for name, limit_s in self.limits.items():  # an answer of one token has no time per token
+            done["met"] *= ~(done[LIMITED[name]].astype(float) > limit_s)
+        keys = ["config", "group", "repeat"]
+        groups = self.results.groups.merge(done.groupby(keys, as_index=False)["met"].sum(), on=keys)
+        return groups.assign(seconds=groups["new_tokens"] / groups["throughput"].astype(float))
 
     @cached_property
-    def unit_pairs(self) -> pd.DataFrame:
-        """The units, each with that of its baseline."""
-        return with_baseline(self.units, ["met", "seconds"], ["unit", "repeat"])
+    def within_pairs(self) -> pd.DataFrame:
+        """The same, each with the group of its baseline."""
+        return with_baseline(self.within, ["met", "seconds"], ["group", "repeat"])

@@ -289,13 +289,6 @@ class Figures:
         """Return a ratio over the baseline's with a wider interval if others used the machine most of the time."""
         return stats.widened(found) if self.summary.disturbance else found
 
-    @metric("first time", "ratio", 6, interval=True)
-    def speedup_first(self) -> Estimate:
-        """Speedup of a server in the first repeat only, when it has not seen the prompts yet."""
-        if not self.is_server or self.compared is None:
-            return NO_FIGURE
-        return self._mean_ratio(self.compared[self.compared["repeat"] == 0], "ratio")
-
     @metric("again", "ratio", 6, interval=True)
     def warming(self) -> Estimate:
         """Speed of a server in later repeats over that in the first."""
@@ -363,22 +356,17 @@ class Figures:
         """Accepted over tested tokens."""
         return self._rate("acceptance_tested", most=1.0)
 
-    @metric("kept/draft", rank=18, interval=True)
-    def accepted_per_draft(self) -> Estimate:
-        """Accepted tokens per draft: the accepted length without the bonus token, as TensorRT-LLM counts it."""
-        if not self.is_server:
-            drafts = self.steps[self.steps["drafted"] > 0].assign(drafts=1.0)
-            return _pooled(drafts, "accepted", "drafts", "prompt")
-        answers, groups = (rows[rows["drafts"] > 0] for rows in (self.answers, self.groups))
-        rows, unit = (groups, "group") if answers.empty else (answers, "prompt")
-        return _pooled(rows, "accepted", "drafts", unit)
-
     @metric("tokens/draft", rank=18, interval=True)
     def tokens_per_draft(self) -> Estimate:
-        """The same with the bonus token, as vLLM, SGLang and SPEED-Bench count it; no step without a draft counts."""
-        one = self.accepted_per_draft
-        low, high = (None if end is None else end + 1.0 for end in (one.low, one.high))
-        return structs.replace(one, value=one.value + 1.0, low=low, high=high)
+        """Accepted tokens of a draft and the bonus token, as vLLM and SPEED-Bench count; only steps that draft."""
+        if not self.is_server:
+            drafts, unit = self.steps[self.steps["drafted"] > 0].assign(drafts=1.0), "prompt"
+        else:
+            drafts, groups = (rows[rows["drafts"] > 0] for rows in (self.answers, self.groups))
+            drafts, unit = (groups, "group") if drafts.empty else (drafts, "prompt")
+        kept = _pooled(drafts, "accepted", "drafts", unit)
+        low, high = (None if end is None else end + 1.0 for end in (kept.low, kept.high))
+        return structs.replace(kept, value=kept.value + 1.0, low=low, high=high)
 
     @metric("α", rank=6, sums=("alpha_sum", "tested"))
     def alpha(self) -> Estimate:
@@ -388,11 +376,11 @@ class Figures:
     # -- prediction --------------------------------------------------------------------------------
 
     @cached_property
-    def prediction(self) -> tuple[Estimate, float]:
-        """The predicted speedup, also where it is withheld, and the cost of a pass of the drafter."""
+    def prediction(self) -> Estimate:
+        """The predicted speedup, also where it is withheld."""
         batch, results = self.config.condition.batch, self.summary.results
         if batch is not None or self.is_server or results.run.costs is None:
-            return NO_FIGURE, math.nan
+            return NO_FIGURE
         costs, context = results.run.costs, self.config.condition.context
         if context is not None:
             costs = costs.at(context + (results.run.max_new_tokens or 0) / 2)
@@ -401,7 +389,7 @@ class Figures:
     @metric("predicted", "ratio", 8, interval=True)
     def predicted_speedup(self) -> Estimate:
         """Speedup predicted from the tokens per step and the costs of passes; none on a busy machine."""
-        return NO_FIGURE if self.summary.busy else self.prediction[0]
+        return NO_FIGURE if self.summary.busy else self.prediction
 
     @metric("mean γ", rank=12)
     def mean_gamma(self) -> float:
@@ -417,11 +405,6 @@ class Figures:
         own = self.steps[:0] if self.is_server else self.steps
         return float(own["nodes"].mean()) if own["drafted"].any() else math.nan
 
-    @metric("c", rank=17)
-    def c(self) -> float:
-        """Time of a drafter's pass over that of a target's pass with one token."""
-        return self.prediction[1]
-
     # -- time --------------------------------------------------------------------------------------
 
     @metric("TTFT ms", "ms", 9, mean_of=("done", "ttft_s"))
@@ -429,17 +412,12 @@ class Figures:
         """Time to the first token, geometric mean over prompts."""
         return _geometric_mean(self.done, self.done["ttft_s"])
 
-    @metric("ms/token", rank=17)
-    def ms_per_token(self) -> float:
-        """Time of the steps per emitted token."""
-        return 1000.0 * ratio(self.steps["total_s"].sum(min_count=1), self.steps["emitted"].sum())
-
     def _share(self, name: str) -> float:
         return ratio(self.steps[name].sum(), self.steps["total_s"].sum())
 
     @metric("reading", "share", 17)
     def share_draft_prefill(self) -> float:
-        """Share of that time in which the drafter read the prompt; part of drafting."""
+        """Share of the time of the steps in which the drafter read the prompt; part of drafting."""
         return self._share("draft_prefill_s")
 
     @property
@@ -448,9 +426,7 @@ class Figures:
 
     @metric("masks", "share", 10)
     def share_masks(self) -> float:
-        """Share of that time for the masks of the output's format, in drafting and acceptance; in plain decoding,
-        what the format costs.
-        """
+        """Share of the time of the steps for masks of the output's format; in plain decoding, what the format costs."""
         return self._share("mask_s") if self._masked else math.nan
 
     @metric("forced", "share", 5)
@@ -504,59 +480,27 @@ class Figures:
         """Requests that finished."""
         return len(self.requests)
 
-    @metric("blocks", "count", 10)
-    def pool_peak_blocks(self) -> float:
-        """Most blocks of the target's KV cache in use at a time."""
-        return float(self.groups["pool_peak_blocks"].max())
-
     @metric("pool", "bytes", 10)
     def pool_peak_bytes(self) -> float:
-        """Their memory."""
+        """The most memory of the target's KV cache in use at a time."""
         return float(self.groups["pool_peak_bytes"].max())
 
     # -- goodput -----------------------------------------------------------------------------------
 
-    @property
-    def _is_limited(self) -> bool:
-        return bool(self.summary.limits) and not self.category
-
-    @cached_property
-    def _units(self) -> pd.DataFrame:
-        units = self.summary.part("units", self.config.id)
-        return units if self._is_limited else units[:0]
-
-    @metric("requests", "count", 6)
-    def sent_requests(self) -> float:
-        """Requests that were sent; of a failed group, all that it has where it finished."""
-        if not self._is_limited:
-            return math.nan
-        failed = self.outputs[self.outputs["status"] == "failed"]
-        most = self.summary.units.groupby("unit")["requests"].max()
-        sizes = failed["prompt"].map(most).where(failed["batch"].notna(), 1)
-        return float(self._units["requests"].sum() + int(sizes.fillna(1).sum()))
-
-    @metric("requests/s", "ratio", 5, interval=True)
-    def request_rate(self) -> Estimate:
-        """Finished requests per second."""
-        return _pooled(self._units, "requests", "seconds", "unit")
-
-    @metric("within", "share", 4)
-    def within_limits(self) -> float:
-        """Share of the requests within all limits of latency; failed ones are not."""
-        return ratio(self._units["met"].sum(), self.sent_requests.value)
-
-    @metric("goodput", "ratio", interval=True)
+    @metric("goodput", "ratio", 4, interval=True)
     def goodput(self) -> Estimate:
         """Requests per second within all limits of latency."""
-        return _pooled(self._units, "met", "seconds", "unit")
+        return _pooled(self._within("within"), "met", "seconds", "group")
 
-    @metric("goodput ×", "ratio", 1, interval=True)
+    @metric("goodput ×", "ratio", 4, interval=True)
     def goodput_ratio(self) -> Estimate:
         """Goodput over the baseline's."""
-        pairs = self.summary.part("unit_pairs", self.config.id)
-        if not self._is_limited or pairs.empty:
-            return NO_FIGURE
-        return self._pooled_ratio(pairs, "met", "seconds", "unit")
+        pairs = self._within("within_pairs")
+        return NO_FIGURE if pairs.empty else self._pooled_ratio(pairs, "met", "seconds", "group")
+
+    def _within(self, name: str) -> pd.DataFrame:
+        frame = self.summary.part(name, self.config.id)
+        return frame if self.summary.limits and not self.category else frame[:0]
 
 
 def _share_of(part: str) -> Metric:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def predict(
-    steps: pd.DataFrame, drafter: str, timed: PassCosts, prompt_tokens: pd.Series[int]
-) -> tuple[Estimate, float]:
+def predict(steps: pd.DataFrame, drafter: str, timed: PassCosts, prompt_tokens: pd.Series[int]) -> Estimate:
     """Predict the speedup from each prompt's steps and the run's costs, as a geometric mean over prompts.
 
     Args:
@@ -25,20 +22,16 @@ def predict(
         drafter: Its drafter.
         timed: Times of forward passes in this run.
         prompt_tokens: The length of the prompt of each output.
-
-    Returns:
-        The speedup, and the cost of a drafter's forward pass relative to one of the target with one token; NaN where
-        either is not known.
     """
     if not timed.target_s.get(1) or not steps["drafted"].any():
-        return NO_FIGURE, math.nan
+        return NO_FIGURE
     if drafter in timed.drafter_s:
         c, later = timed.c(drafter), timed.drafting(drafter, 0, 1)
     elif steps["passes"].any():  # not timed separately: what a drafted token took in these steps
         c = (steps["draft_s"] - steps["draft_prefill_s"]).sum() / steps["passes"].sum() / timed.target_s[1]
         later = c
     else:
-        return NO_FIGURE, math.nan
+        return NO_FIGURE
     v = np.array([timed.v(n) for n in range(int(steps["nodes"].max()) + 2)])
     wider: dict[tuple[int, ...], float] = {(): 0.0}  # extra cost by tree, in which nodes count from 1
 
@@ -61,4 +54,4 @@ def predict(
         drafting = (drafts - len(readers)) * c + (mine["passes"].sum() - drafts) * later
         found.append(ratio(mine["emitted"].sum(), drafting + verify + reading_s / timed.target_s[1]))
         prompts.append(prompt)
-    return stats.geometric_mean(found, prompts), float(c)
+    return stats.geometric_mean(found, prompts)

@@ -99,7 +99,7 @@ class Summary(Frames):
     @property
     def withheld(self) -> str:
         """Why there are no predictions, in a sentence; empty if there are."""
-        if not self.busy or all(math.isnan(row.prediction[0].value) for row in self.rows):
+        if not self.busy or all(math.isnan(row.prediction.value) for row in self.rows):
             return ""
         return (
             f"Predicted speedups are left out:{self.busy.partition(':')[2]} Forward passes timed meanwhile say little"

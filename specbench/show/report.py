@@ -103,13 +103,13 @@ def make_report(
         raise UsageError(
             "There is nothing to report: no generation of this run has finished.", "Continue its sweep."
         )
+    if limits and results.groups.empty:
+        raise UsageError(
+            "No requests were decoded side by side, so there is no goodput.", "Measure them with --batch."
+        )
     name, summary = one_line(name), Summary(results, limits)
     answers, warnings = find_answers(summary), _warnings(summary)
     figures, missing = _figures(summary, plots)
-    sheets = tables.service_sheets(summary)
-    if summary.categories:
-        sheets["By category"] = tables.category_sheet(summary)
-    sheets |= tables.acceptance_sheets(summary)
     parts: list[Part] = [Heading(name, 1)]
     for answer in answers:
         parts += [*answer_parts(answer), Items(answer.details)]
@@ -118,7 +118,7 @@ def make_report(
         lines = [f"{each.severity}: {each.message} {each.advice}" for each in warnings]
         parts += [Heading("Warnings"), Items(lines)]
     parts += [Heading("Figures"), *figures[1:], Items([missing] if missing else [])]
-    for title, sheet in sheets.items():
+    for title, sheet in (tables.service_sheets(summary) | tables.detail_sheets(summary)).items():
         parts += [Heading(title), sheet]
     parts += [Heading("How it was measured"), _facts_part(_method(results))]
     if costs := list(_costs(results.run)):

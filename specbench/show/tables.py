@@ -11,7 +11,7 @@ from specbench.base.record import BASELINE, Estimate
 from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
 from specbench.results import stats
-from specbench.results.acceptance import along, positions, schedule, shorter
+from specbench.results.acceptance import positions
 from specbench.results.metrics import METRICS, PERCENTILES, Figures
 from specbench.results.run import OTHER_ANSWERS, PLAIN
 from specbench.results.summary import Summary
@@ -78,10 +78,9 @@ def notes(summary: Summary) -> list[str]:
         out.append(label + identity_text(alike, summary.run.target.dtype, over))
     if any(row.step_source == "bursts" for row in rows):
         out.append("~: estimated from bursts of tokens, because the server does not report what it accepted.")
-    if any(not math.isnan(row.speedup_first.value) for row in rows):
+    if any(not math.isnan(row.warming.value) for row in rows):
         out.append(
-            "First time: the speedup over the first repeat, when a server has not seen the prompts yet; again: speed"
-            " of the later repeats over that of the first."
+            "Again: a server's speed in later repeats over that in the first, when the prompts were new to it."
         )
     return [one_line(note) for note in out]
 
@@ -208,9 +207,9 @@ _SUMMARY = (
     _CONFIGURATION,
     *_figures("tokens_per_second speedup"),
     Column("verdict_text", "verdict", "text"),
-    *_figures("speedup_first warming speedup_total pooled_speedup"),
+    *_figures("warming speedup_total pooled_speedup"),
     _figure("tokens_per_step", mark=lambda row: "~" * (row.step_source == "bursts")),
-    *_figures("acceptance_rate acceptance_tested tokens_per_draft accepted_per_draft alpha forced_share"),
+    *_figures("acceptance_rate acceptance_tested tokens_per_draft alpha forced_share"),
     *_figures("corrected_share mean_gamma mean_nodes"),
     *_figures("predicted_speedup cached_share ttft_s"),
     *_figures(" ".join(f"share_{part}" for part in PARTS)),
@@ -221,15 +220,11 @@ _REQUESTS = (
     _CONFIGURATION,
     *_figures("finished_requests tokens_per_second"),
     *_figures(" ".join(f"{name}_{percent}" for name in _LATENCIES for percent in PERCENTILES)),
-    *_figures("acceptance_rate pool_peak_blocks pool_peak_bytes"),
+    *_figures("acceptance_rate pool_peak_bytes goodput goodput_ratio"),
 )
 _ABOUT_REQUESTS = (
     "Percentiles are over all requests: of the time per token after the first emission, and of times from arrival, in"
-    " which the time in the queue counts. Blocks and pool: of the target's KV cache, at the peak."
-)
-_GOODPUT = (
-    _CONFIGURATION,
-    *_figures("sent_requests request_rate within_limits goodput goodput_ratio"),
+    " which the time in the queue counts. Pool: the memory of the target's KV cache, at the peak."
 )
 _PARTS = (
     _CONFIGURATION,
@@ -257,22 +252,6 @@ _POSITIONS = (
     Column("rate_of_drafted", "accepted/drafted", "share", mark=_bound("rate_of_drafted")),
     Column("alpha", "α", rank=1),
 )
-_ALONG = (
-    _CONFIGURATION,
-    Column("of", "of", "text"),
-    Column("first", "from", "count"),
-    Column("last", "to", "count"),
-    Column("steps", "steps", "count", 2),
-    Column("tokens_per_step", "tokens/step", "ratio"),
-    Column("rate", "accepted", "share", 1),
-)
-_SHORTER = (
-    _CONFIGURATION,
-    Column("gamma", "γ", "count"),
-    Column("tokens_per_step", "tokens/step", "ratio"),
-    Column("speedup", "speedup"),
-)
-
 # --- Sheets ---------------------------------------------------------------------------------------
 
 
@@ -345,50 +324,38 @@ def _cell_text(row: Figures | None) -> str:
 
 
 def service_sheets(summary: Summary) -> dict[str, Sheet]:
-    """Return the tables of batches, goodput and thinking, by title, and without those without rows."""
+    """Return the tables of batches and of thinking, by title, and without those without rows."""
     requests = [row for row in summary.rows if row.finished_requests.value]
-    few = min((row.finished_requests.value for row in requests), default=0) < _FOR_P99
-    too_few = (
-        f"The 99th percentile of fewer than {_FOR_P99} requests is close to their maximum, as is the 95th of fewer"
-        f" than {_FOR_P95}."
-    )
-    within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in summary.limits.items())
-    said = [
-        f"The limits: {within}. Within: requests within all limits, which one that failed missed; goodput: such ones"
-        f" per second; goodput ×: over {summary.run.baseline}. Intervals are over groups of requests, or prompts"
-        " decoded alone."
-    ]
+    said = [_ABOUT_REQUESTS]
+    if min((row.finished_requests.value for row in requests), default=0) < _FOR_P99:
+        said.append(
+            f"The 99th percentile of fewer than {_FOR_P99} requests is close to their maximum, as is the 95th of fewer"
+            f" than {_FOR_P95}."
+        )
+    if summary.limits:
+        within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in summary.limits.items())
+        said.append(
+            f"Goodput: requests per second within the limits ({within}); goodput ×: over {summary.run.baseline}."
+        )
     return _with_rows(
         {
-            "Batches of requests": table(requests, _REQUESTS, [_ABOUT_REQUESTS, *[too_few] * few]),
-            "Goodput": table(summary.rows if summary.limits else [], _GOODPUT, said),
+            "Batches of requests": table(requests, _REQUESTS[: None if summary.limits else -2], said),
             "Thinking and answer": table(part_rows(summary.results), _PARTS),
         }
     )
 
 
-def acceptance_sheets(summary: Summary) -> dict[str, Sheet]:
-    """Return the tables of acceptance: by position, along answers and contexts, with shorter drafts."""
+def detail_sheets(summary: Summary) -> dict[str, Sheet]:
+    """Return the tables by category and by position in the draft, likewise."""
     places = positions(summary)
     least = (
         "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
         " counted as if all did."
     )
-    fewer = shorter(summary)
-    said = [
-        "From the steps at the measured γ, the last one; longer drafts cannot be predicted from them. Speedups are"
-        " rough: the time of a step is taken to grow evenly with γ, from plain decoding's.",
-        *(
-            f'{server}: the fastest γ by batch size, "num_speculative_tokens_per_batch_size": {sizes}.'
-            for server, sizes in schedule(fewer).items()
-        ),
-    ]
-    about = "Length of the answer, or of prompt and answer, at the beginning of a step, in tokens."
     return _with_rows(
         {
+            "By category": category_sheet(summary),
             "Acceptance by position": table(places, _POSITIONS, [least] * any(row.least for row in places)),
-            "Along answer and context": table(along(summary), _ALONG, [about]),
-            "Predicted with shorter drafts": table(fewer, _SHORTER, said),
         }
     )
 

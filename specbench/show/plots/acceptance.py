@@ -1,4 +1,4 @@
-"""Figures of acceptance: by γ and by position."""
+"""A figure of acceptance by position in the draft."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from specbench.results.acceptance import positions as acceptance_by_position
 from specbench.show.plots import canvas
@@ -13,26 +14,6 @@ from specbench.show.plots.canvas import NoDataError, PlotData, figure
 
 _FEW, _TOO_FEW = 30, 10
 """Drafts at a position below which its rate is marked as uncertain, and not drawn."""
-
-
-@figure("acceptance", "acceptance rate and α against γ", table="Speed")
-def acceptance(run: PlotData) -> Figure:
-    series = canvas.with_gamma(run, "acceptance_rate")
-    body, (left, right) = canvas.panels(2, 2.45, "share of tokens", sharey=True)
-    halves = ((left, "acceptance_rate", "accepted / drafted"), (right, "alpha", "α of tested drafts"))
-    for axes, name, title in halves:
-        canvas.gamma_axis(axes, [x for each in series for x in each.x])
-        said = canvas.draw_series(axes, series, name)
-        canvas.share_axis(axes)
-        axes.set_title(title)
-        canvas.grid_lines(axes)
-    remarks = (
-        "Accepted / drafted falls with γ even where α, the expected acceptance of a tested draft, does not: whatever"
-        " follows a rejection was drafted in vain.",
-        "Bars: 95% intervals over prompts." if any(row.alpha.low is not None for row in run.rows) else "",
-        said,
-    )
-    return canvas.finish(body, run, "Acceptance against draft length", *remarks)
 
 
 @figure("positions", "acceptance by position in the draft", table="Acceptance by position")
@@ -50,7 +31,7 @@ def positions(run: PlotData) -> Figure:
     shown = [(name, known[config], style) for name, config, style in lines if config in known]
     if all(row.tested < _TOO_FEW for _, rows, _ in shown for row in rows):
         raise NoDataError(f"fewer than {_TOO_FEW} drafts were tested at every position")
-    body, both = canvas.panels(2, 2.45, "share of tokens", sharey=True)
+    body, both = canvas.two_panels(2.45, "share of tokens")
     few = False
     for axes, of_tested in zip(both, (True, False), strict=True):
         for name, rows, style in shown:
@@ -70,7 +51,8 @@ def positions(run: PlotData) -> Figure:
             axes, [row.position for _, rows, _ in shown for row in rows if row.drafted >= _TOO_FEW]
         )
         axes.set_xlabel("position in the draft")
-        canvas.share_axis(axes)
+        axes.set_ylim(0.0, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_title(f"accepted, of those {'tested' if of_tested else 'drafted'}")
         canvas.grid_lines(axes)
     remarks = (

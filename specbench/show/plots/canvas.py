@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from specbench.base.textsafe import counted, one_line
 from specbench.results.metrics import Figures
@@ -41,9 +41,7 @@ INK = "#303030"
 DASHED = (0, (4, 3))
 _LEVELS: Any = (DASHED, (0, (6, 2, 1, 2)), (0, (1, 1.5)), (0, (9, 3)))
 NAME = 30  # characters of a name in a figure
-_DODGE = 0.08  # of the distance between two γ, so that intervals do not hide each other
 _MOST_TICKS = 12  # γ that are all named
-_SHOWN = 1.6  # factor from a value up to which its interval is shown
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
@@ -294,9 +292,9 @@ def short(text: object, limit: int) -> str:
 # --- Common parts ---------------------------------------------------------------------------------
 
 
-def new_figure(height: float, width: float = WIDTH) -> SubFigure:
-    """Return the part of a new figure between title and caption; sizes are in inches."""
-    figure = Figure((width, height), layout="constrained")
+def new_figure(height: float) -> SubFigure:
+    """Return the part of a new figure between title and caption; its height is in inches."""
+    figure = Figure((WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)  # one renderer for all layouts, which caches the size of each text
     engine: Any = figure.get_layout_engine()
     engine.set(w_pad=0.06, h_pad=0.05, wspace=0.03, hspace=0.03)
@@ -305,29 +303,12 @@ def new_figure(height: float, width: float = WIDTH) -> SubFigure:
     return body
 
 
-def panels(
-    count: int, height: float, ylabel: str = "", narrowest: int = 20, **shared: Any
-) -> tuple[SubFigure, list[Axes]]:
-    """Return axes next to each other, in as many rows as needed.
-
-    Args:
-        count: Number of axes.
-        height: Height of each, as in ``new_figure``.
-        ylabel: Label of the y axis, for the first in every row.
-        narrowest: Minimum width of each, in letters.
-        **shared: Which axes are shared, as in ``Figure.subplots``.
-    """
-    panel = narrowest * FONT_SIZE / 72
-    lines = math.ceil(count / int(WIDTH / panel))
-    columns = math.ceil(count / lines)
-    body = new_figure(height * lines + 0.75, min(WIDTH, 1.0 + 1.6 * panel * columns))
-    grid = list(body.subplots(lines, columns, squeeze=False, **shared).flat)
-    for axes in grid[count:]:
-        axes.remove()
-    for i, axes in enumerate(grid[:count]):
-        axes.tick_params(labelbottom=i + columns >= count or not shared.get("sharex"))
-        axes.set_ylabel("" if i % columns else ylabel)
-    return body, grid[:count]
+def two_panels(height: float, ylabel: str = "") -> tuple[SubFigure, list[Axes]]:
+    """Return two axes next to each other with a common y axis; the height is in inches, without title and caption."""
+    body = new_figure(height + 0.75)
+    both = list(body.subplots(1, 2, sharey=True))
+    both[0].set_ylabel(ylabel)
+    return body, both
 
 
 def finish(body: SubFigure, run: PlotData, title: str, *remarks: str) -> Figure:
@@ -380,39 +361,6 @@ def grid_lines(axes: Axes, axis: str = "y") -> None:
     axes.grid(axis=axis, color="#E4E4E4", linewidth=0.6)  # type: ignore[arg-type]
 
 
-def share_axis(axes: Axes, top: float | None = 1.02) -> None:
-    """Make y an axis of percentages from 0."""
-    axes.set_ylim(0.0, top)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-
-
-def load_axis(axes: Axes, places: Sequence[float]) -> None:
-    """Make x an axis of batch sizes or contexts, of which the logarithms are drawn."""
-    axes.xaxis.set_major_locator(FixedLocator(sorted({*places})))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{2**value:,.0f}"))
-    margin = max(0.2, 0.05 * (max(places) - min(places)))
-    axes.set_xlim(min(places) - margin, max(places) + margin)
-
-
-def one_panel(
-    run: PlotData, series: Sequence[Series], name: str, labels: tuple[str, str], levels: Mapping[str, float],
-    title: str, *remarks: str,
-) -> Figure:  # fmt: skip
-    """Return a figure of a metric with its intervals, against γ, or against the load that a first label names."""
-    body = new_figure(3.6)
-    axes = body.subplots()
-    (gamma_axis if not labels[0] else load_axis)(axes, [x for each in series for x in each.x])
-    said = draw_series(axes, series, name)
-    low, high = span(all_rows(series), name, levels.values())
-    margin = 0.06 * (high - low) or 0.1 * high
-    axes.set_ylim(max(0.0, low - margin), high + margin)
-    draw_levels(axes.axhline, levels)
-    axes.set(ylabel=labels[1], xlabel=labels[0] or axes.get_xlabel())
-    grid_lines(axes)
-    return finish(body, run, title, *remarks, run.intervals, said)
-
-
 def gamma_axis(axes: Axes, values: Sequence[float]) -> None:
     """Make x an axis of whole γ that includes all values."""
     axes.set_xlabel("γ (tokens drafted per step)")
@@ -424,96 +372,8 @@ def gamma_axis(axes: Axes, values: Sequence[float]) -> None:
     axes.set_xlim(first - margin, last + margin)
 
 
-def dodged(series: Sequence[Series]) -> list[Floats]:
-    """Return the x of each series, moved a little where there are several, so that no interval hides another."""
-    every = np.unique(np.concatenate([each.x for each in series]))
-    step = 1.0
-    if len(every) > 1:
-        step = min(1.0, max(float(np.diff(every).min()), (every[-1] - every[0]) / 20))
-    apart = _DODGE * step * min(1.0, 8 / len(series))
-    return [each.x + (number - (len(series) - 1) / 2) * apart for number, each in enumerate(series)]
-
-
-def rows_of_speed(run: PlotData, rows: Sequence[Figures], title: str) -> Figure:
-    """Return a figure with a line for each row: its decode speed, and its speedup."""
-    places = np.arange(len(rows))
-    body, both = panels(2, 0.55 + 0.24 * len(rows), sharey=True)
-    titles = ("decode speed (tokens/s)", f"speedup over {run.summary.run.baseline} (×)")
-    for axes, name, label in zip(both, ("tokens_per_second", "speedup"), titles, strict=True):
-        for place, row, value, low, high in zip(places, rows, *estimates(rows, name), strict=True):
-            color, marker = run.mark(row.config)
-            axes.hlines(place, low, high, color=color, linewidth=1.2)
-            axes.plot(value, place, color=color, marker=marker, zorder=3)
-        axes.set_xlabel(label)
-        axes.set_yticks(places, row_names(rows, run))
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        grid_lines(axes, "x")
-    both[0].set_xlim(left=0)
-    draw_levels(both[1].axvline, {f"{short(run.summary.run.baseline, 20)} = 1": 1.0})
-    return finish(body, run, title, run.intervals)
-
-
-def estimates(rows: Sequence[Figures], name: str) -> tuple[Floats, Floats, Floats]:
-    """Return a metric of rows with the ends of its intervals; NaN if a row has none."""
-    ends = [(row[name].value, row[name].low, row[name].high) for row in rows]
-    value, low, high = np.array(ends, dtype=np.float64).reshape(-1, 3).T
-    return value, low, high
-
-
-def all_rows(series: Sequence[Series]) -> list[Figures]:
-    """Return the rows of several series."""
-    return [row for each in series for row in each.rows]
-
-
-def span(rows: Sequence[Figures], name: str, include: Iterable[float] = ()) -> tuple[float, float]:
-    """Return the lowest and highest value to show, with intervals up to ``_SHOWN`` times their values."""
-    y, low, high = estimates(rows, name)
-    low, high = np.fmin(np.fmax(low, y / _SHOWN), y), np.fmax(np.fmin(high, y * _SHOWN), y)
-    return min(float(np.nanmin(low)), *include), max(float(np.nanmax(high)), *include)
-
-
 def draw_levels(line: Callable[..., Any], levels: Mapping[str, float]) -> None:
     """Draw named levels to compare values with; ``line`` is the axes' ``axhline`` or ``axvline``."""
     for number, (name, at) in enumerate(levels.items()):
         dashes = _LEVELS[number % len(_LEVELS)]
         line(at, color=GRAY, linewidth=0.9, linestyle=dashes, zorder=1.5, label=short(name, 60))
-
-
-def draw_series(axes: Axes, series: Sequence[Series], name: str) -> str:
-    """Draw the metric ``name`` of all series with its intervals, in axes whose x limits are set.
-
-    The single value of an adaptive draft policy has a dotted line across the figure for comparison.
-
-    Returns:
-        A sentence for the caption on the marks that were drawn.
-    """
-    faint = min(1.0, 6 / len(series))
-    for each, x in zip(series, dodged(series), strict=True):
-        y, low, high = estimates(each.rows, name)
-        known = np.isfinite(y)
-        if not known.any():
-            continue
-        if each.adapts and len(each.x) == 1:
-            dotted: Any = {"linewidth": 0.7, "linestyle": (0, (1, 2)), "zorder": 1.6}
-            axes.axhline(y[known][-1], color=each.color, alpha=faint, **dotted)
-        axes.plot(x[known], y[known], markeredgewidth=1.0, label=each.name, **each.style)
-        ends = known & ~np.isnan(low) & ~np.isnan(high)
-        thin: Any = {"linewidth": 0.9, "alpha": 0.75 * faint, "zorder": 2.5}
-        axes.vlines(x[ends], low[ends], high[ends], color=each.color, **thin)
-    if any(each.adapts and len(each.x) == 1 for each in series):
-        return "Hollow, on a dotted line: an adaptive draft policy, at its mean draft length."
-    return "Hollow: an adaptive draft policy." if any(each.adapts for each in series) else ""
-
-
-def with_gamma(run: PlotData, name: str) -> list[Series]:
-    """Return the series that have a metric, without rows that lack it."""
-    found = [each for each in run.series if np.isfinite(estimates(each.rows, name)[0]).any()]
-    if not found:
-        raise NoDataError(WHY_NOT[name])
-    return found
-
-
-WHY_NOT = {
-    "speedup": "no speculative configuration has a generation whose baseline finished too",
-    "acceptance_rate": "nothing was drafted",
-}
