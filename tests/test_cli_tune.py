@@ -19,7 +19,7 @@ from test_outside import MINE
 
 import specbench.bench.engines.own
 import specbench.bench.prompts
-import specbench.results.advice
+import specbench.findings.review
 import specbench.tune.answer
 from specbench.base.record import NO_FIGURE, Estimate
 from specbench.bench.engines.own import ModelEngine
@@ -52,7 +52,7 @@ def tune(cli, models, tmp_path, monkeypatch) -> Tune:
         tmp_path / "mine.jsonl", {f"{('talk', 'chat')[n % 2]}-{n}": [f"Hello {n}"] for n in range(4)}
     )
     speeds(monkeypatch, {"lookup@auto": 2.0})
-    monkeypatch.setattr(specbench.results.advice, "warn_at_start", lambda _: [])
+    monkeypatch.setattr(specbench.findings.review, "warn_at_start", lambda _: [])
     monkeypatch.setattr(loading, "is_available", lambda: False)  # native products, and with them int4
     few = lambda given, forms, **_: list(dict.fromkeys([Lookup(), *forms, *given]))  # noqa: E731
 

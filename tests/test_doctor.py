@@ -12,8 +12,9 @@ from cli_runs import Cli, Result
 from scripted_server import Manner, ScriptedServer, prompt_of
 
 from specbench.doctor import probes
-from specbench.doctor.findings import Examined, Finding, diagnose
+from specbench.doctor.findings import Examined, diagnose
 from specbench.doctor.probes import Observations
+from specbench.findings.catalog import Finding
 from specbench.servers.client import (
     Chunk,
     SpeculationCounters,
@@ -134,17 +135,21 @@ def examine(cli: Cli, models) -> Callable[..., tuple[Result, list[dict[str, str]
 
 
 def problems(findings: Sequence[Mapping[str, str]]) -> set[str]:
-    return {each["check"] for each in findings if each["status"] == "problem"}
+    return {topic(finding) for finding in findings if finding["severity"] == "problem"}
+
+
+def topic(finding: Mapping[str, str]) -> str:
+    return finding["id"].partition(".")[0]
 
 
 def test_a_healthy_server_has_no_problem(examine, models):
     done, findings = examine(vllm(), None, "--target", models / "target", "--expect", "on")
     assert (done.code, problems(findings)) == (0, set()), findings
-    said = {each["check"]: each["text"] for each in findings}
-    assert "256 draft tokens" in said["speculation"]
-    assert "γ 4.0, 84%" in said["method"]
-    assert "88% 75% 62% 50%" in said["acceptance"]
-    sound = {each["check"] for each in findings if each["status"] == "ok"}
+    said = {finding["id"]: finding["text"] for finding in findings}
+    assert "256 draft tokens" in said["speculation.on"]
+    assert "γ 4.0, 84%" in said["method.length"]
+    assert "88%, 75%, 62%, 50%" in said["acceptance.positions"]
+    sound = {topic(finding) for finding in findings if finding["severity"] == "ok"}
     assert {"tokens", "logprobs", "cache", "repeat", "counters"} <= sound
 
 
@@ -163,8 +168,8 @@ def test_servers_without_speculation_have_no_problem(examine, cli, models):
             done = cli("doctor", server.url, "--json", *target)
         findings = json.loads(done.out)["findings"]
         assert (done.code, problems(findings)) == (0, set()), findings
-        assert said in next(each["text"] for each in findings if each["check"] == "speculation")
-    notes = {each["check"] for each in findings if each["status"] == "note"}
+        assert said in next(finding["text"] for finding in findings if topic(finding) == "speculation")
+    notes = {topic(finding) for finding in findings if finding["severity"] == "note"}
     assert notes == {"speculation", "logprobs", "cache"}
 
 
@@ -191,7 +196,7 @@ FAULTS: dict[str, tuple[Callable[[], Manner], Counts, str]] = {
     "the ends of drafts are dummies": (
         lambda: vllm(Counts((2, 2, 12))),
         Counts((2, 2, 12, 0, 0)),
-        "dummy tokens",
+        "acceptance",
     ),
     "answers count otherwise": (lambda: vllm(Counts(told=(3, 2, 2, 2, 8))), Counts(), "counters"),
     "counters contradict each other": (lambda: vllm(facts={}), Counts(skewed=9), "counters"),
@@ -215,7 +220,7 @@ def test_a_planted_fault_is_named(examine, fault):
     done, findings = examine(manner(), counts)
     assert problems(findings) == {check}, findings
     assert done.code == 1
-    assert all(each["remedy"] for each in findings if each["status"] == "problem")
+    assert all(finding["remedy"] for finding in findings if finding["severity"] == "problem")
 
 
 def test_the_prompt_cache_is_tried_at_several_lengths(examine):
@@ -224,12 +229,10 @@ def test_the_prompt_cache_is_tried_at_several_lengths(examine):
     def too_long(body: dict[str, Any]) -> int | None:
         return 400 if "Rule 60:" in json.dumps(body) else None
 
-    said = {each["check"]: each for each in examine(vllm(wrong=too_long))[1]}["cache"]
-    assert (said["status"], said["text"].count(" of ")) == ("ok", 3 + 1)
     lossy = vllm(cached=lambda known: known if known > 500 else 0)
-    said = {each["check"]: each for each in examine(lossy)[1]}["cache"]
-    lost, kept = said["text"].split(", but ")
-    assert (said["status"], lost.count("0 of "), kept.count(" of ")) == ("problem", 2, 2)
+    for manner, counts in ((vllm(wrong=too_long), {"ok": 3}), (lossy, {"problem": 2, "ok": 2})):
+        said = [finding for finding in examine(manner)[1] if topic(finding) == "cache"]
+        assert {finding["severity"]: finding["text"].count(" of ") - 1 for finding in said} == counts
 
 
 def test_what_is_expected(examine):
@@ -255,34 +258,34 @@ def drafting(gamma: int, accepted_at: tuple[int, ...], drafts: int = 100, **more
 
 
 def found(examined: Examined, check: str) -> Finding:
-    return next(each for each in diagnose(examined) if each.check == check)
+    return next(finding for finding in diagnose(examined) if finding.topic == check)
 
 
 def test_speculation_that_is_slower_than_plain_decoding_is_named():
     pairs = [(answer(2.0 + 0.01 * number, drafted=90), answer(1.0)) for number in range(4)]
     slower = drafting(4, (60, 30, 20, 10), plain=pairs)
-    assert found(slower, "speed").status == "problem"
+    assert found(slower, "speed").severity == "problem"
     faster = drafting(4, (60, 30, 20, 10), plain=[pair[::-1] for pair in pairs])
-    assert not any(each.check == "speed" for each in diagnose(faster)), "speculation was not off"
+    assert not any(finding.topic == "speed" for finding in diagnose(faster)), "speculation was not off"
     alike = drafting(4, (90, 80, 70, 60), plain=[(answer(1.0, drafted=90), answer(1.0))] * 4)
-    assert found(alike, "speed").status == "note"
+    assert found(alike, "speed").severity == "note"
     # 1.2, but its interval holds 1.
     unsure = [(answer(1.0, drafted=90), answer(0.9 + 0.2 * number)) for number in range(4)]
     assert "cannot tell" in found(drafting(4, (90, 80, 70, 60), plain=unsure), "speed").text
     sure = [(answer(1.0, drafted=90), answer(1.4 + 0.01 * number)) for number in range(4)]
-    assert found(drafting(4, (90, 80, 70, 60), plain=sure), "speed").status == "ok"
+    assert found(drafting(4, (90, 80, 70, 60), plain=sure), "speed").severity == "ok"
 
 
 def test_outputs_that_change_with_speculation_are_named():
     pairs = [(answer(1.0, "one", drafted=9), answer(1.0, "two"))] * 4
-    assert found(drafting(4, (60, 30, 20, 10), plain=pairs), "outputs").status == "problem"
+    assert found(drafting(4, (60, 30, 20, 10), plain=pairs), "outputs").severity == "problem"
     pairs[0] = (answer(1.0, drafted=9), answer(1.0))
-    assert found(drafting(4, (60, 30, 20, 10), plain=pairs), "outputs").status == "note"
+    assert found(drafting(4, (60, 30, 20, 10), plain=pairs), "outputs").severity == "note"
 
 
 def test_other_clients_are_noticed():
     busy = drafting(2, (90, 80), idle=SpeculationCounters(1, 2, 1, (1,)))
-    assert found(busy, "counters").status == "note"
+    assert found(busy, "counters").severity == "note"
 
 
 def test_acceptance_that_collapses_at_a_temperature_is_named(examine):
@@ -290,12 +293,12 @@ def test_acceptance_that_collapses_at_a_temperature_is_named(examine):
         return {"timings": {"draft_n": 40, "draft_n_accepted": 1 if body["temperature"] else 30}}
 
     _, findings = examine(Manner(owner="llamacpp", facts=facts), Counts(None))
-    (named,) = [each for each in findings if each["check"] == "temperature"]
-    assert named["status"] == "problem"
+    (named,) = [finding for finding in findings if topic(finding) == "temperature"]
+    assert named["severity"] == "problem"
     share = "of draft tokens are accepted at temperature 0.8"
     assert named["text"] == f"Acceptance collapses: 2% {share}, 75% at 0."
     said = found(drafting(4, (70, 30, 20, 10), sampled=(400, 67)), "temperature")
-    assert (said.status, said.text) == ("ok", f"17% {share}, 32% at 0.")
+    assert (said.severity, said.text) == ("ok", f"17% {share}, 32% at 0.")
 
 
 # -- the command --------------------------------------------------------------------------------------

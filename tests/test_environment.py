@@ -19,12 +19,11 @@ from specbench.base.load import LoadSnapshot, load_snapshot
 from specbench.base.record import Estimate, to_json
 from specbench.bench.environment import describe_environment, reset_peak_memory
 from specbench.decoding.clocks import peak_memory
-from specbench.results.advice import (
-    baseline_too_slow,
+from specbench.findings.review import (
     disturbances,
+    find_disturbances,
     tokens_differ,
     warn_at_start,
-    warn_of_disturbances,
     wide_intervals,
 )
 from specbench.results.run import Mismatch
@@ -113,7 +112,7 @@ def test_peak_memory_begins_anew():
 
 
 def test_a_quiet_machine_gives_no_warning():
-    assert warn_at_start(quiet()) == []
+    assert not [*warn_at_start(quiet())]
     assert disturbances(quiet(), quiet(total_s=1100.0, busy_s=120.0, own_s=39.0), 3000.0) == []
 
 
@@ -130,27 +129,28 @@ def test_a_quiet_machine_gives_no_warning():
 )
 def test_each_disturbance_has_its_warning_and_advice(after, expected):
     assert disturbances(quiet(), after, 3000.0) == [expected]
-    (warning,) = warn_of_disturbances(9, {expected: 1})
-    assert (warning.id, warning.severity) == (expected, "warning")
-    assert warning.message.endswith(" during 1 of 9 generations.")
+    (finding,) = find_disturbances(9, {expected: 1})
+    assert (finding.id, finding.severity) == (expected, "warning")
+    assert finding.text.endswith(" during 1 of 9 generations.")
+    (rare,) = find_disturbances(99, {expected: 1, "<b>": 9})
+    assert (rare.id, rare.severity) == ("hardly-disturbed", "note")
+    assert rare.text == f"{expected} during 1 of 99 generations: too few to change a conclusion."
 
 
 def test_a_machine_that_is_busy_before_the_sweep():
     found = warn_at_start(quiet(load_average=4.5))
-    assert [warning.message for warning in found] == [
+    assert [finding.text for finding in found] == [
         "The machine is busy: a load of 4.5 on 4 cores before it began."
     ]
-    assert [warning.id for warning in warn_at_start(quiet(available_bytes=1))] == ["memory-pressure"]
+    short = warn_at_start(quiet(available_bytes=1))
+    assert [finding.id for finding in short] == ["memory-pressure.before"]
 
 
-def test_wide_intervals_and_slow_baselines():
+def test_wide_intervals():
     narrow, wide = Estimate(2.0, 1.81, 2.19, 9), Estimate(1.0, 0.5, 1.9, 9)
     assert not [*wide_intervals({"a": narrow})]
     (found,) = wide_intervals({"a": narrow, "c": wide})
-    assert found.message == "1 of 2 intervals are wider than ±10%; the widest is ±70% (c)."
-    assert not [*baseline_too_slow(Estimate(1.1, 0.99, 1.3, 9, basis="prompts"))]
-    (slow,) = baseline_too_slow(Estimate(1.2, 1.1, 1.3, 9, basis="prompts"))
-    assert slow.severity == "error"
+    assert found.text == "Intervals wider than ±10%: 1 of 2; the widest is ±70% (c)."
 
 
 TIE = Mismatch(
@@ -160,23 +160,25 @@ TIE = Mismatch(
 
 def test_a_real_difference_outweighs_ties():
     real = structs.replace(TIE, prompt="q", position=7, gap=2.5, numerical_tie=False)
-    assert tokens_differ({}, 5) == []
+    assert not [*tokens_differ({}, 5)]
     (found,) = tokens_differ({"C": [TIE, real]}, 5)
-    assert found.severity == "error"
-    assert found.message == (
+    assert found.severity == "problem"
+    assert found.text == (
         "C: tokens differ from plain decoding in 2 of 5 cases, first at token 7 of q (C); the logits of the two tokens"
         " are 2.5 apart there, more than rounding explains."
     )
 
 
 def test_ties_of_all_configurations_are_told_at_once():
-    found = tokens_differ({"C": [TIE, TIE], "D": [structs.replace(TIE, numerical_tie=None)], "E": [TIE]}, 5)
-    assert [warning.severity for warning in found] == ["warning", "info"]
-    assert found[1].message == (
+    found = [
+        *tokens_differ({"C": [TIE, TIE], "D": [structs.replace(TIE, numerical_tie=None)], "E": [TIE]}, 5)
+    ]
+    assert [finding.severity for finding in found] == ["warning", "note"]
+    assert found[1].text == (
         "2 configurations: tokens differ from plain decoding in 3 of 10 cases, first at token 3 of p (C); wherever they"
         " part, the logits of the two tokens tie within rounding."
     )
     (alone,) = tokens_differ({"C": [TIE]}, 5)
-    assert "float32" in alone.advice
-    assert "leave out --cache" in tokens_differ({"C": [TIE]}, 5, rounded="int8")[0].advice
-    assert alone.message.startswith("C: tokens differ from plain decoding in 1 of 5 cases")
+    assert "float32" in alone.remedy
+    assert "leave out --cache" in next(tokens_differ({"C": [TIE]}, 5, rounded="int8")).remedy
+    assert alone.text.startswith("C: tokens differ from plain decoding in 1 of 5 cases")

@@ -15,8 +15,8 @@ PACKAGE = ROOT / "specbench"
 
 FOLDERS = [
     "_version", "base", "specs", "options", "recipe", "rows", "config", "decoding", "policies", "kernels", "backends",
-    "drafters", "models", "generate", "loaded", "generate_many,conversation", "results", "servers", "bench", "show",
-    "check", "doctor", "export", "predict", "experiment", "started", "sweeps", "tune", "train", "serve",
+    "drafters", "models", "generate", "loaded", "generate_many,conversation", "results", "findings", "servers", "bench",
+    "show", "check", "doctor", "export", "predict", "experiment", "started", "sweeps", "tune", "train", "serve",
     "cli", "__main__",
 ]  # fmt: skip
 """From the bottom up: modules import from the entries before their own, and from each other without a circle."""

@@ -162,20 +162,20 @@ class TestWarnings:
     def test_an_unfinished_run_says_how_far_it_is(self, tmp_path):
         few = {"chat-01": [20.0], "chat-02": [20.0, 20.0]}
         report = reported(tmp_path, {"plain": PLAIN, "d@2": few}, finished=None)
-        warning = next(each for each in report.warnings if each.id == "unfinished")
-        assert "15 of 24 generations" in warning.message
-        assert "--resume" in warning.advice
+        warning = next(each for each in report.findings if each.id == "unfinished.sweep")
+        assert "15 of 24 generations" in warning.text
+        assert "--resume" in warning.remedy
         report = reported(tmp_path / "finished", {"plain": PLAIN, "d@2": times(2)})
-        assert not {"unfinished", "lines"} & {each.id for each in report.warnings}
+        assert not {"unfinished.sweep", "lines"} & {each.id for each in report.findings}
 
     def test_damaged_lines_are_told_with_advice(self, tmp_path):
         folder = write_exact(tmp_path / "run", {"plain": PLAIN, "d@2": times(2)})
         with (folder / "generations.jsonl").open("a") as file:
             file.write('{"schema":1,"conf')
         report = make_report(load_results(folder), "run", tmp_path)
-        warnings = {each.id: each for each in report.warnings}
-        assert "cut short" in warnings["lines"].message
-        assert all(each.advice for each in report.warnings)
+        findings = {finding.id: finding for finding in report.findings}
+        assert "cut short" in findings["lines"].text
+        assert all(finding.remedy for finding in report.findings)
 
     def test_only_known_fields_of_the_machine_get_out(self, tmp_path):
         report = reported(

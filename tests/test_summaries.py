@@ -35,7 +35,7 @@ DIFFERENCE = {"texts": ["a", None], "numerical_tie": False, "gap_units": 12.0, "
               "gap": 0.5}  # fmt: skip
 SLOW = {"tokens": 2.0, "step": 4.0, "drafting": 2.5, "usual": 0.5}
 RARE = {"tokens": 1.05, "step": 1.2, "drafting": 0.01, "usual": 0.88}
-BUSY = {"severity": "warning", "message": "Busy.", "advice": "Wait."}
+BUSY = {"severity": "warning", "text": "Busy.", "remedy": "Wait."}
 SAMPLED = {
     "identical": None,
     "options": {"gamma": None, "draft_policy": "auto", "verification": "traversal", "temperature": 0.8},

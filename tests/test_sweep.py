@@ -277,7 +277,7 @@ def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(tmp_path, e
     failed = [row for row in read_lines(tmp_path) if row["status"] == "failed"]
     assert {row["config"] for row in failed} == {"d@2"}
     assert not any("/home" in row["error"] for row in failed)
-    assert "failed" in [warning.id for warning in result.warnings]
+    assert "failed" in [finding.id for finding in result.findings]
     frame = load_results(tmp_path)
     assert (frame.generations["status"] == "failed").sum() == 6
 
@@ -317,7 +317,7 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path):
     assert run_json(tmp_path)["costs"] is None
 
 
-@pytest.mark.parametrize(("tie", "severity"), [(True, "info"), (False, "error"), (None, "warning")])
+@pytest.mark.parametrize(("tie", "severity"), [(True, "note"), (False, "problem"), (None, "warning")])
 def test_outputs_that_differ_from_plain_decoding_are_told(tmp_path, tie, severity):
     sweep = make_sweep(prompts(1, conversations=1), temperature=(0.0, 0.7))
     engine = ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=tie)
@@ -327,8 +327,8 @@ def test_outputs_that_differ_from_plain_decoding_are_told(tmp_path, tie, severit
     assert places == [("d@2", "many-0", 0, 0), ("d@2", "one-0", 0, 0)]
     assert {each["position"] for each in differences} == {4}
     assert {each["numerical_tie"] for each in differences} == {tie}
-    found = [warning for warning in result.warnings if warning.id == "tokens-differ"]
-    assert [warning.severity for warning in found] == [severity]
+    found = [finding for finding in result.findings if finding.topic == "tokens-differ"]
+    assert [finding.severity for finding in found] == [severity]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="signals of POSIX")
@@ -365,7 +365,7 @@ def test_disturbances_are_noted_line_by_line(tmp_path):
     assert [row["warnings"] for row in read_lines(tmp_path)] == [["machine-busy"]] * 3
     row = read_lines(tmp_path)[0]
     assert (row["busy_elsewhere"], row["steal_share"], row["load_average"]) == (1.0, 0.01, 3.0)
-    assert {"machine-busy", "few-prompts"} <= {warning.id for warning in result.warnings}
+    assert {"machine-busy", "few-prompts"} <= {finding.id for finding in result.findings}
     assert run_json(tmp_path)["warnings"][0]["id"] == "few-prompts"
 
 

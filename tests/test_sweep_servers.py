@@ -26,10 +26,10 @@ from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import command_line, describe_run
 from specbench.bench.prompts import Prompt
 from specbench.bench.session import Session
+from specbench.findings.review import review
 from specbench.generate import encode_messages
 from specbench.options import DecodingOptions
 from specbench.results.acceptance import positions
-from specbench.results.advice import review
 from specbench.results.compare import compare_runs
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
@@ -380,7 +380,7 @@ def test_a_server_without_usage_needs_the_tokenizer(sweep, models, tmp_path):
 def test_what_is_noticed_of_a_server_is_told(sweep, plain, tmp_path, manner, note, warning):
     with ScriptedServer(manner) as server:
         result = sweep(base=plain, a=server)
-    warnings = {each["id"]: each["message"] for each in run_json(tmp_path / "run")["warnings"]}
+    warnings = {finding["id"]: finding["text"] for finding in run_json(tmp_path / "run")["warnings"]}
     assert note in result.err + warnings[warning]
     summary = load_results(tmp_path / "run").table().set_index("config")
     assert summary["tokens_per_second"].notna().tolist() == [True, manner.per_piece == 1]
@@ -563,7 +563,7 @@ def test_a_server_that_remembers_is_told_apart(tmp_path):
     assert summary.loc["b", "warming"] == pytest.approx(2.5, rel=0.1)
     assert summary.loc["b", "speedup"] > 1.4
     (warning,) = [each for each in review(Summary(frame)) if each.id == "warm-pool"]
-    assert warning.message.startswith("b: 2.")
+    assert warning.text.startswith("b: 2.")
 
 
 def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path):

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.backends.torch.parity import find_difference
 from specbench.base.load import LoadSnapshot, load_snapshot
-from specbench.base.record import Json, finite_or_none, to_dict
+from specbench.base.record import Json, finite_or_none
 from specbench.bench.engines.hf import generate_with_transformers
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.metrics import summary, time_split, tokens_per_second, tokens_per_step
 from specbench.decoding.theory import relative_pass
+from specbench.findings.review import disturbances, find_disturbances
 from specbench.policies.costs import MeasuredCosts, passes_of
 from specbench.results import stats
-from specbench.results.advice import disturbances, warn_of_disturbances
 from specbench.results.run import BUSY_WARNINGS
 from specbench.rows import Condition, OtherLibrary, Row
 
@@ -104,12 +104,12 @@ class Pairs:
         """
         pairs = list(zip(self.speculative, self.plain, strict=False))
         count = len(self.speculative) + len(self.plain)
-        warnings = warn_of_disturbances(count, self._disturbances)
+        findings = [*find_disturbances(count, self._disturbances)]
         if not pairs:
             # As in a report: a busy machine's times predict nothing.
             alone = predict(self.speculative[0]) if self.speculative else None
-            busy = [each for each in warnings if alone is not None and each.id in BUSY_WARNINGS]
-            return {"explained": None if busy else alone, "warnings": [to_dict(each) for each in busy]}
+            busy = [row.to_json() for row in findings if alone is not None and row.id in BUSY_WARNINGS]
+            return {"explained": None if busy else alone, "warnings": busy}
         repeats: list[Json] = []
         for number, (fast, slow) in enumerate(pairs):
             times = {"speculative": _times(fast), "plain": _times(slow)}
@@ -124,7 +124,7 @@ class Pairs:
             "verdict": stats.verdict(estimate, "repeats"),
             "explained": explain(self.speculative[: len(pairs)], self.plain[: len(pairs)]),
             "repeats": repeats,
-            "warnings": [to_dict(warning) for warning in warnings],
+            "warnings": [finding.to_json() for finding in findings],
         }
 
 

@@ -28,12 +28,13 @@ from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs
 from specbench.bench.serving import BenchRequest, Workload
 from specbench.bench.stopping import until_answered
 from specbench.decoding.clocks import Clock
+from specbench.findings.catalog import Finding
+from specbench.findings.review import disturbances, review
 from specbench.options import DecodingOptions
-from specbench.results.advice import disturbances, review
 from specbench.results.lines import CostLine, Generation, Group, Line, Measurement
 from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results
-from specbench.results.run import Mismatch, RunWarning
+from specbench.results.run import Mismatch
 from specbench.results.store import RunStore
 from specbench.results.summary import Summary
 from specbench.rows import Condition, Row
@@ -59,7 +60,7 @@ class Session:
         measured, failed, found: The numbers of generations measured, of those that failed, and of those that the store
             had.
         problem: Why forward passes could not be timed; empty if they could.
-        warnings: What is doubtful about the run, once it is finished.
+        findings: What is doubtful about the run, once it is finished.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Session:
         self._fastest_mhz = 0.0
         self.measured = self.failed = self.found = 0
         self.problem = ""
-        self.warnings: tuple[RunWarning, ...] = ()
+        self.findings: list[Finding] = []
         count_stops()
 
     @cached_property
@@ -141,8 +142,8 @@ class Session:
         """Review the whole run, and mark it finished; for ``in_time`` see ``_differences``."""
         results = load_results(self.store.path)
         self.store.update(differences=self._differences(results, in_time))
-        self.warnings = tuple(review(Summary(replace(results, run=self.store.run))))
-        self.store.update(finished=now(), warnings=list(self.warnings))
+        self.findings = [*review(Summary(replace(results, run=self.store.run)))]
+        self.store.update(finished=now(), warnings=[finding.to_json() for finding in self.findings])
 
     def _differences(self, results: Results, in_time: Callable[[], bool]) -> list[Mismatch]:
         """Find greedy outputs that differ from plain decoding, with the gap between the logits of the two tokens.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -15,8 +14,8 @@ from specbench.options import panel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specbench.doctor.findings import Finding
     from specbench.doctor.probes import Observations
+    from specbench.findings.catalog import Finding
     from specbench.show.document import Part
     from specbench.specs.servers import ServerSpec
 
@@ -71,12 +70,12 @@ def doctor(
                 "model": seen.model,
                 "owner": seen.owner,
                 "answers": len(seen.answers),
-                "findings": [asdict(finding) for finding in findings],
+                "findings": [finding.to_json() for finding in findings],
             }
         )
     else:
         write_parts(*_parts(seen, findings))
-    if any(finding.status == "problem" for finding in findings):
+    if any(finding.severity == "problem" for finding in findings):
         raise typer.Exit(1)
 
 
@@ -104,13 +103,13 @@ def _parts(seen: Observations, findings: Sequence[Finding]) -> list[Part]:
 
     engine = f", {seen.owner}" if seen.owner else ""
     pairs = [
-        (finding.check, [(f"{_LABELS[finding.status]:<8}", _STYLES[finding.status]), (finding.text, "")])
+        (finding.topic, [(f"{_LABELS[finding.severity]:<8}", _STYLES[finding.severity]), (finding.text, "")])
         for finding in findings
     ]
     remedies = [
-        f"{finding.check}: {finding.remedy}"
+        f"{finding.topic}: {finding.remedy}"
         for finding in findings
-        if finding.remedy and finding.status != "ok"
+        if finding.remedy and finding.severity != "ok"
     ]
     return [
         Heading(f"{seen.model}{engine}"),

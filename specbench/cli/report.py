@@ -38,7 +38,7 @@ def report(
             typer.echo(str(path))
         for answer in done.answers:
             say(f"{done.name}: {answer.headline}")
-        grave = [warning for warning in done.warnings if warning.severity != "info"]
+        grave = [finding for finding in done.findings if finding.severity != "note"]
         if grave:
             say(f"{done.name}: {len(grave)} warning{'s' * (len(grave) > 1)}; the report says what to do.")
 

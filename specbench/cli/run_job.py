@@ -10,14 +10,13 @@ from rich.text import Text
 
 from specbench.base.files import file_errors, write_text
 from specbench.base.textsafe import terminal_safe
-from specbench.results import advice
+from specbench.findings import review
 from specbench.results.results import load_results
 from specbench.results.store import write_csv
 
 if TYPE_CHECKING:
     from specbench.base.load import LoadSnapshot
     from specbench.bench.session import Session
-    from specbench.results.run import RunWarning
     from specbench.results.summary import Summary
 
 
@@ -34,8 +33,8 @@ class RunJob:
         """Print notes on models and the machine, and that a run is continued (``None``: it begins)."""
         for note in self.session.notes:
             self.say(f"note: {note}")
-        for warning in advice.warn_at_start(start):
-            self.warn(warning)
+        for finding in review.warn_at_start(start):
+            self.say(finding.line)
         if continued is not None and not self.quiet:
             self.say(f"Continuing {self.folder}{continued}.")
 
@@ -56,10 +55,6 @@ class RunJob:
         with file_errors(problem, "What was measured is kept."):
             write_csv(summary.table(), self.folder / "summary.csv")
             write_text(self.folder / "summary.md", text)
-
-    def warn(self, warning: RunWarning) -> None:
-        """Print a warning on stderr."""
-        self.say(f"{warning.severity}: {warning.message} {warning.advice}")
 
     def say(self, line: str) -> None:
         """Print a line on stderr."""

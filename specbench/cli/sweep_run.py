@@ -59,8 +59,8 @@ def run_session(session: Session, start: LoadSnapshot, *, verbose: bool, quiet: 
     finally:  # also when nobody takes the table
         if session.problem:
             job.say(f"Single forward passes could not be timed: {session.problem}")
-        for warning in session.warnings:
-            job.warn(warning)
+        for finding in session.findings:
+            job.say(finding.line)
         if interrupted:
             job.say(
                 f"Interrupted. {stored() or f'No {cells} are'} in {folder}; to continue:"

@@ -148,7 +148,7 @@ def _finish(job: RunJob, search: Search, answer: TuningAnswer, asked: SearchOpti
     else:
         text = answer_text(answer, search, lines, verbose=asked.verbose)
         write_out(broken(terminal_safe(text), sys.stdout))
-    for warning in job.session.warnings:
-        job.warn(warning)
+    for finding in job.session.findings:
+        job.say(finding.line)
     for line in (*ending, job.where):
         job.say(line)

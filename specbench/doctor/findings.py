@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from specbench.base.record import Json, ratio
 from specbench.base.textsafe import counted, one_line
 from specbench.doctor.probes import TEMPERATURE, draft_counts
+from specbench.findings.catalog import Finding
 from specbench.servers.client import count_tokens
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from specbench.doctor.probes import Observations
     from specbench.servers.client import StreamedAnswer, TokenCount
 
-Status = Literal["ok", "note", "problem"]
 Expected = Literal["on", "off"]
 
 _TELLING = 20
@@ -29,16 +29,6 @@ _TELLING = 20
 _SUM_SLACK = 0.01
 _WORDS_PER_TOKEN = 1.05
 """Most words of a text per token; ordinary text has fewer words than tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A result of one check, in a sentence, and what to change."""
-
-    check: str
-    status: Status
-    text: str
-    remedy: str = ""
 
 
 @dataclass
@@ -131,49 +121,26 @@ class Examined:
 
 
 def _speculation(e: Examined) -> Iterator[Finding]:
-    seen, drafted = e.seen, e.drafted
+    drafted = e.drafted
     if drafted is None:
-        per_chunk = ratio(e.tokens, sum(len(answer.pieces) for answer in seen.answers))
-        guess = f"; a chunk holds {per_chunk:.1f} tokens on average" if per_chunk > 1.2 else ""
-        yield Finding(
-            "speculation",
-            "note" if e.expected is None else "problem",
-            f"The server does not report whether it drafts{guess}.",
-            "Switch its metrics on: --metrics (llama.cpp), --enable-metrics (SGLang); vLLM has /metrics.",
-        )
-    elif not drafted:
-        configured = seen.dialect.counts_if_on and seen.counted is not None
-        if e.expected == "on" or configured:
-            how = "is configured, but" if configured else "is off:"
-            remedy = (
-                "Check its log for the draft model: it may not be loaded, or not fit the target's vocabulary."
-            )
-            yield Finding("speculation", "problem", f"Speculation {how} nothing was drafted.", remedy)
-        else:
-            yield Finding("speculation", "ok", "Speculation is off.")
-    elif e.expected == "off":
-        yield Finding("speculation", "problem", "Speculation is on.", "Start the server without its options.")
+        yield Finding("speculation.unknown" if e.expected is None else "speculation.unconfirmed")
+        per_chunk = ratio(e.tokens, sum(len(answer.pieces) for answer in e.seen.answers))
+        if per_chunk > 1.2:
+            yield Finding("speculation.chunks", tokens=per_chunk)
+    elif drafted:
+        name = "speculation.unwanted" if e.expected == "off" else "speculation.on"
+        yield Finding(name, drafted=drafted, tokens=e.tokens)
+    elif e.seen.dialect.counts_if_on and e.seen.counted is not None:
+        yield Finding("speculation.idle")
     else:
-        yield Finding(
-            "speculation",
-            "ok",
-            f"Speculation is on: {counted(drafted, 'draft token')} for {e.tokens} tokens.",
-        )
+        yield Finding("speculation.missing" if e.expected == "on" else "speculation.off")
 
 
 def _method(e: Examined) -> Iterator[Finding]:
-    if not e.drafted:
-        return
-    parts = []
-    named = _named_method(e.seen.about)
-    if named:
-        parts.append(f"Method: {named}")
-    if e.gamma is not None:
-        parts.append(f"effective γ {e.gamma:.1f}")
-        parts.append(f"{100 * e.drafting_share:.0f}% of the steps draft")
-    if parts:
-        text = ", ".join(parts)
-        yield Finding("method", "ok", text[0].upper() + text[1:] + ".")
+    if e.drafted and (name := _named_method(e.seen.about)):
+        yield Finding("method.name", name=name)
+    if e.drafted and e.gamma is not None:
+        yield Finding("method.length", gamma=e.gamma, share=e.drafting_share)
 
 
 def _named_method(about: Json) -> str:
@@ -192,18 +159,18 @@ def _acceptance(e: Examined) -> Iterator[Finding]:
     if not e.drafted:
         return
     if not e.accepted and e.drafted >= _TELLING:
-        yield Finding(
-            "acceptance",
-            "problem",
-            f"None of {e.drafted} draft tokens was accepted.",
-            "The drafter does not fit the target: check its tokenizer, its weights and its revision.",
-        )
+        yield Finding("acceptance.none", drafted=e.drafted)
         return
-    text = f"{100 * e.accepted / e.drafted:.0f}% of draft tokens are accepted"
-    if e.by_position:
-        drafts, kept = e.by_position
-        text += "; by position, of all drafts: " + " ".join(f"{100 * each / drafts:.0f}%" for each in kept)
-    yield Finding("acceptance", "ok", f"{text}.")
+    yield Finding("acceptance.rate", rate=e.accepted / e.drafted)
+    if not e.by_position:
+        return
+    drafts, kept = e.by_position
+    yield Finding("acceptance.positions", shares=[f"{count / drafts:.0%}" for count in kept])
+    useful = max((place for place, count in enumerate(kept, 1) if count), default=0)
+    beyond = e.drafted - drafts * useful  # at least so many draft tokens are at later positions
+    if useful and beyond >= _TELLING and kept[useful - 1] >= _TELLING:
+        option = _option_for(e, useful)
+        yield Finding("acceptance.placeholders", useful=useful, beyond=beyond, option=option)
 
 
 def _temperature(e: Examined) -> Iterator[Finding]:
@@ -211,29 +178,10 @@ def _temperature(e: Examined) -> Iterator[Finding]:
     drafted, accepted = e.seen.sampled
     if not (e.drafted and e.accepted and drafted):
         return
-    greedy, sampled = (f"{100 * rate:.0f}%" for rate in (e.accepted / e.drafted, accepted / drafted))
-    rates = f"{sampled} of draft tokens are accepted at temperature {TEMPERATURE:g}, {greedy} at 0."
-    if 3 * accepted * e.drafted >= e.accepted * drafted or min(drafted, e.drafted) < _TELLING:
-        yield Finding("temperature", "ok", rates)
-        return
-    remedy = "Update the engine, which may accept only what it samples itself, or draft without the sampling options;"
-    remedy += " or switch speculation off for sampled requests."
-    yield Finding("temperature", "problem", f"Acceptance collapses: {rates}", remedy)
-
-
-def _dummy_tokens(e: Examined) -> Iterator[Finding]:
-    if not e.drafted or not e.by_position or not e.accepted:
-        return
-    drafts, kept = e.by_position
-    useful = max((place for place, count in enumerate(kept, 1) if count), default=0)
-    beyond = e.drafted - drafts * useful  # at least so many draft tokens are at later positions
-    if useful and beyond >= _TELLING and kept[useful - 1] >= _TELLING:
-        yield Finding(
-            "dummy tokens",
-            "problem",
-            f"No draft token after position {useful} was accepted, of {beyond} or more: they may be placeholders.",
-            f"Set the draft length to {useful}{_option_for(e, useful)}.",
-        )
+    greedy, sampled = e.accepted / e.drafted, accepted / drafted
+    few = min(drafted, e.drafted) < _TELLING
+    name = "temperature.like-greedy" if 3 * sampled >= greedy or few else "temperature.collapse"
+    yield Finding(name, sampled=sampled, greedy=greedy, temperature=TEMPERATURE)
 
 
 def _option_for(e: Examined, gamma: int) -> str:
@@ -254,12 +202,7 @@ def _counters(e: Examined) -> Iterator[Finding]:
     if now is None:
         return
     if e.seen.idle is not None and e.seen.idle.drafts:
-        yield Finding(
-            "counters",
-            "note",
-            "The counters increase while nothing is asked: others use the server.",
-            "Examine it while nobody else uses it.",
-        )
+        yield Finding("counters.shared")
         return
     wrong = []
     if now.accepted > now.drafted:
@@ -280,19 +223,17 @@ def _counters(e: Examined) -> Iterator[Finding]:
     if e.miscount is None and now.accepted + now.drafts > e.tokens + slack:
         wrong.append(f"{now.accepted} accepted in {now.drafts} steps, but only {e.tokens} tokens")
     if wrong:
-        remedy = "Do not use these figures; report it to the engine's developers."
-        yield Finding("counters", "problem", f"Counts disagree: {'; '.join(wrong)}.", remedy)
+        yield Finding("counters.disagree", wrong="; ".join(wrong))
     elif now.drafts:
-        yield Finding("counters", "ok", "Counters agree with each other and with the answers.")
+        yield Finding("counters.agree")
 
 
 def _tokens(e: Examined) -> Iterator[Finding]:
     if e.miscount is not None:
-        remedy = "Count tokens with the tokenizer (--target MODEL): it may count steps or chunks."
-        yield Finding("tokens", "problem", e.miscount, remedy)
+        yield Finding("tokens.miscounted", problem=e.miscount)
     elif e.counts:
         sources = sorted({count.source for count in e.counts} | ({"tokenizer"} if e.tokenizer else set()))
-        yield Finding("tokens", "ok", f"{e.tokens} tokens, according to {' and '.join(sources)}.")
+        yield Finding("tokens.counted", tokens=e.tokens, sources=" and ".join(sources))
 
 
 # -- outputs -----------------------------------------------------------------------------------------
@@ -302,38 +243,27 @@ def _logprobs(e: Examined) -> Iterator[Finding]:
     entries = list(_entries(e.seen.logprobs)) if e.seen.logprobs else []
     if not entries:
         if "repeat" not in e.seen.failed:
-            yield Finding("logprobs", "note", "The server gives no log probabilities.")
+            yield Finding("logprobs.none")
         return
-    wrong = ""
-    bare = 0
     for place, (own, others) in enumerate(entries, 1):
-        total = (
-            sum(math.exp(min(value, 1.0)) for value in others)
-            if all(map(math.isfinite, others))
-            else math.nan
-        )
-        bare += not others
-        if math.isnan(own) or math.isnan(total) or not math.isfinite(own):
-            wrong = f"a log probability of token {place} is not finite"
+        is_finite = all(map(math.isfinite, (own, *others)))
+        total = sum(math.exp(min(value, 1.0)) for value in others) if is_finite else math.nan
+        if not is_finite:
+            yield Finding("logprobs.infinite", token=place)
         elif own > _SUM_SLACK:
-            wrong = f"token {place} has the log probability {own:.3g}"
+            yield Finding("logprobs.positive", token=place, logprob=own)
         elif total > 1.0 + _SUM_SLACK:
-            wrong = f"the probabilities of token {place} sum to {total:.2f}"
+            yield Finding("logprobs.sum", token=place, total=total)
         elif others and max(others) > own + 0.5:
-            wrong = f"token {place} is not the most likely one of its own list, though decoding is greedy"
-        if wrong:
-            remedy = "Do not use its log probabilities; compare with speculation switched off."
-            yield Finding("logprobs", "problem", f"Log probabilities are wrong: {wrong}.", remedy)
-            return
+            yield Finding("logprobs.order", token=place)
+        else:
+            continue
+        return
+    bare = sum(not others for _, others in entries)
     if 0 < bare < len(entries):
-        yield Finding(
-            "logprobs",
-            "note",
-            f"{bare} of {len(entries)} tokens have no alternatives: the server leaves them out for draft tokens.",
-            "For log probabilities, switch speculation off.",
-        )
+        yield Finding("logprobs.bare", bare=bare, tokens=len(entries))
     else:
-        yield Finding("logprobs", "ok", "Log probabilities are finite, and sum to at most 1.")
+        yield Finding("logprobs.sound")
 
 
 def _entries(logprobs: Json) -> Iterator[tuple[float, list[float]]]:
@@ -359,18 +289,10 @@ def _number(value: object) -> float:
 
 def _repeat(e: Examined) -> Iterator[Finding]:
     texts = e.seen.again
-    if len(texts) < 2:
-        return
-    place = _first_difference(texts)
-    if place is None:
-        yield Finding("repeat", "ok", f"{len(texts)} greedy answers to one prompt are the same.")
-        return
-    yield Finding(
-        "repeat",
-        "problem",
-        f"Greedy answers to one prompt differ after {counted(place, 'character')}.",
-        "Temperature 0 may not be honored, or rounding depends on the batch (vLLM: VLLM_BATCH_INVARIANT=1).",
-    )
+    if len(texts) > 1:
+        place = _first_difference(texts)
+        name = "repeat.same" if place is None else "repeat.differs"
+        yield Finding(name, answers=len(texts), shared=place)
 
 
 def _first_difference(texts: Sequence[str]) -> int | None:
@@ -383,28 +305,13 @@ def _first_difference(texts: Sequence[str]) -> int | None:
 def _cache(e: Examined) -> Iterator[Finding]:
     turns = [(first.prompt_tokens, second.cached_tokens) for first, second in e.seen.turns]
     known = [(length, cached) for length, cached in turns if length and cached is not None]
-    lost = [f"{cached} of {length}" for length, cached in known if cached < length / 2]
-    if not turns:
-        return
-    if not known:
-        yield Finding(
-            "cache",
-            "note",
-            "The server does not report cached prompt tokens.",
-            "vLLM: --enable-prompt-tokens-details." if e.seen.owner == "vllm" else "",
-        )
-        return
-    used = ", ".join(f"{cached} of {length}" for length, cached in known if cached >= length / 2)
-    if not lost:
-        text = f"A second turn finds {used} tokens of the first in the prompt cache."
-        yield Finding("cache", "ok", text)
-        return
-    text = f"A second turn finds only {', '.join(lost)} tokens of the first in the prompt cache"
-    remedy = "Switch prefix caching on (vLLM: --enable-prefix-caching; llama.cpp: cache_prompt), and compare without"
-    remedy += (
-        " speculation, which can cost the last block of a cached prompt (vLLM: disable_eagle_block_drop)."
-    )
-    yield Finding("cache", "problem", f"{text}{f', but {used}' if used else ''}.", remedy)
+    if turns and not known:
+        option = "vLLM: --enable-prompt-tokens-details." if e.seen.owner == "vllm" else ""
+        yield Finding("cache.unknown", option=option)
+    for name, is_lost in (("cache.lost", True), ("cache.used", False)):
+        found = [f"{cached} of {length}" for length, cached in known if (cached < length / 2) is is_lost]
+        if found:
+            yield Finding(name, found=found)
 
 
 def _plain_outputs(e: Examined) -> Iterator[Finding]:
@@ -412,12 +319,10 @@ def _plain_outputs(e: Examined) -> Iterator[Finding]:
     if any(without.drafted for _, without in e.seen.plain) or not pairs:
         return
     same = sum(_first_difference(pair) is None for pair in pairs)
-    text = f"{same} of {counted(len(pairs), 'greedy answer')} are the same without speculation."
+    name = "outputs.same" if same == len(pairs) else "outputs.some"
     if not same and len(pairs) > 2:
-        remedy = "Speculation may change the output: check it with `specbench check --outputs`."
-        yield Finding("outputs", "problem", text, remedy)
-    else:
-        yield Finding("outputs", "ok" if same == len(pairs) else "note", text)
+        name = "outputs.differ"
+    yield Finding(name, same=same, answers=len(pairs))
 
 
 # -- speed -------------------------------------------------------------------------------------------
@@ -439,35 +344,22 @@ def _paces(e: Examined) -> list[tuple[float, float]]:
 
 
 def _speed(e: Examined) -> Iterator[Finding]:
-    from specbench.results.stats import geometric_mean, ratio_text, verdict
+    from specbench.results.stats import geometric_mean, verdict
 
     paces = _paces(e)
-    if not paces:
-        return
-    gain = geometric_mean([plain / drafting for drafting, plain in paces], list(range(len(paces))))
-    found = verdict(gain)
-    text = (
-        f"Speculation is {ratio_text(gain)} as fast as plain decoding, over {counted(len(paces), 'prompt')}"
-    )
-    if found == "slower":
-        remedy = "Switch it off, or find a better setting with `specbench tune`."
-        yield Finding("speed", "problem", f"{text}.", remedy)
-    elif found == "faster":
-        yield Finding("speed", "ok", f"{text}.")
-    else:
-        remedy = "Measure more prompts with `specbench sweep --server`."
-        yield Finding("speed", "note", f"{text}: cannot tell whether it is faster.", remedy)
+    if paces:
+        gain = geometric_mean([plain / drafting for drafting, plain in paces], list(range(len(paces))))
+        names = {"slower": "speed.slower", "faster": "speed.faster", "cannot tell": "speed.unknown"}
+        yield Finding(names[verdict(gain)], gain=gain, prompts=len(paces))
 
 
 def _failures(e: Examined) -> Iterator[Finding]:
-    names = {"plain": "The comparison with plain decoding", "counters": "Reading the counters"}
     for name, reason in e.seen.failed.items():
-        text = f"{names.get(name, f'The check of {name}')} failed: {reason}"
-        yield Finding(name, "problem", text, "Read the server's log.")
+        yield Finding(f"{name}.failed", reason=reason)
 
 
 _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    _speculation, _method, _acceptance, _temperature, _dummy_tokens, _counters, _tokens, _logprobs,
+    _speculation, _method, _acceptance, _temperature, _counters, _tokens, _logprobs,
     _repeat, _plain_outputs, _cache, _speed, _failures,
 )  # fmt: skip
 
@@ -480,5 +372,5 @@ def diagnose(examined: Examined) -> list[Finding]:
 
 def verdict_of(findings: Sequence[Finding]) -> str:
     """Return the last sentence: whether there are problems."""
-    problems = sum(finding.status == "problem" for finding in findings)
+    problems = sum(finding.severity == "problem" for finding in findings)
     return f"{counted(problems, 'problem')} found." if problems else "No problem found."

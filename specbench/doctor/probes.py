@@ -125,7 +125,7 @@ class Examination:
         if any(answer.drafted for answer in seen.answers) or (seen.counted and seen.counted.drafted):
             await self._attempt("temperature", self._sampled())
         if seen.dialect.plain and any(answer.drafted for answer in seen.answers):
-            await self._attempt("plain", self._without_speculation())
+            await self._attempt("outputs", self._without_speculation())
         return seen
 
     # -- probes --------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ PLAIN = "plain decoding"
 """What speedups are over, in words, where it is no server."""
 
 BUSY_WARNINGS = frozenset({"machine-busy", "steal"})
-"""Warnings of ``results.advice`` that other programs use the machine."""
+"""Warnings of ``findings.review`` that other programs use the machine."""
 
 RIVALS = ("speculative", "server")
 """Kinds of configurations among which the fastest is looked for; one that is its own baseline is none of them."""
@@ -107,17 +107,6 @@ class Mismatch(Record):
             raise ValueError("without a gap nobody knows whether it is a tie")
 
 
-class RunWarning(Record, kw_only=False):
-    """What a reader of the figures should know."""
-
-    id: Annotated[str, doc("kind of warning, the same between versions")]
-    severity: Annotated[
-        Literal["info", "warning", "error"], doc("`info` changes no conclusion, `warning` may, `error` does")
-    ]
-    message: Annotated[str, doc("one sentence")]
-    advice: Annotated[str, doc("what to do about it, one sentence")]
-
-
 class Tuned(Record):
     """What `specbench tune` found out about a configuration."""
 
@@ -190,7 +179,7 @@ class Run(Record):
         PassCosts | None, doc("seconds of single passes; `null` if they could not be measured")
     ] = None
     differences: Annotated[list[Mismatch] | None, doc("looked at when the run ends; `null` before")] = None
-    warnings: Annotated[list[RunWarning], doc("what is doubtful")] = []
+    warnings: Annotated[list[Json], doc("what is doubtful: `id`, `severity`, `text`, `remedy`")] = []
     tuning: Annotated[Tuning | None, doc("of `specbench tune`")] = None
     stopping: Annotated[Stopping | None, doc("with `--until`: when it stops")] = None
 

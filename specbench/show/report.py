@@ -11,16 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from specbench.base.errors import UsageError
 from specbench.base.files import file_errors, refuse_link, write_text
 from specbench.base.textsafe import counted, one_line
+from specbench.findings.catalog import Finding, Severity
+from specbench.findings.review import review
 from specbench.results import stats
-from specbench.results.advice import review
 from specbench.results.published import write_lengths
 from specbench.results.results import Results, load_results
-from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
+from specbench.results.run import FOREIGN, Run, StoredSuite
 from specbench.results.summary import Summary
 from specbench.show import tables
 from specbench.show.answer import Answer, answer_parts, find_answers
@@ -39,13 +40,13 @@ class Report:
     Attributes:
         name: Name of the run.
         answers: The answers, one per temperature.
-        warnings: Warnings, the gravest first.
+        findings: What is doubtful, the gravest first.
         parts: The report as a document.
     """
 
     name: str
     answers: list[Answer]
-    warnings: list[RunWarning]
+    findings: list[Finding]
     parts: list[Part]
 
 
@@ -108,15 +109,14 @@ def make_report(
             "No requests were decoded side by side, so there is no goodput.", "Measure them with --batch."
         )
     name, summary = one_line(name), Summary(results, limits)
-    answers, warnings = find_answers(summary), _warnings(summary)
+    answers, findings = find_answers(summary), _findings(summary)
     figures, missing = _figures(summary, plots)
     parts: list[Part] = [Heading(name, 1)]
     for answer in answers:
         parts += [*answer_parts(answer), Items(answer.details)]
     parts += [*figures[:1], Heading("Speed"), tables.summary_sheet(summary)]
-    if warnings:
-        lines = [f"{each.severity}: {each.message} {each.advice}" for each in warnings]
-        parts += [Heading("Warnings"), Items(lines)]
+    if findings:
+        parts += [Heading("Warnings"), Items([finding.line for finding in findings])]
     parts += [Heading("Figures"), *figures[1:], Items([missing] if missing else [])]
     for title, sheet in (tables.service_sheets(summary) | tables.detail_sheets(summary)).items():
         parts += [Heading(title), sheet]
@@ -128,7 +128,7 @@ def make_report(
     parts += [Heading("Measured on")]
     for group, facts in _facts(results.run).items():
         parts += [Heading(group, 3), _facts_part(facts)]
-    return Report(name, answers, warnings, parts)
+    return Report(name, answers, findings, parts)
 
 
 def _facts_part(pairs: Sequence[tuple[str, str]]) -> Facts:
@@ -165,25 +165,17 @@ def _figures(summary: Summary, folder: Path) -> tuple[list[Image], str]:
 # --- What is doubtful, how and on what it was measured ----------------------------------------------
 
 
-def _warnings(summary: Summary) -> list[RunWarning]:
+def _findings(summary: Summary) -> list[Finding]:
+    """Return what is doubtful about a run, the gravest first."""
     run, results, measured = summary.run, summary.results, len(summary.results.generations)
-    found = []
+    found = [Finding("lines", problem=problem) for problem in results.problems]
     if not run.finished and not _is_tuned(run):
-        searched = bool(run.options.get("tune") or run.tuning)  # which measures only part of its grid
         planned = run.repeats * len(run.configs) * sum(prompt.turns for prompt in run.prompts)
-        there = counted(measured, "generation") if searched else f"{measured} of {planned} generations"
-        found.append(
-            RunWarning(
-                "unfinished",
-                "warning",
-                f"The {'search' if searched else 'sweep'} is not finished: it has {there}.",
-                "Continue it: the same command with --resume.",
-            )
-        )
-    advice = "They are measured again with --resume."
-    found += [RunWarning("lines", "warning", problem, advice) for problem in results.problems]
-    gravity = ("error", "warning", "info").index
-    return sorted([*found, *review(summary)], key=lambda warning: gravity(warning.severity))
+        searched = bool(run.options.get("tune") or run.tuning)  # which measures only part of its grid
+        name = "unfinished.search" if searched else "unfinished.sweep"
+        found.insert(0, Finding(name, measured=measured, planned=planned))
+    gravity = get_args(Severity).index
+    return sorted([*found, *review(summary)], key=lambda finding: gravity(finding.severity))
 
 
 def _is_tuned(run: Run) -> bool:

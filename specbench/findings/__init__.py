@@ -1,0 +1,1 @@
+"""What commands find out: ids with numbers (``catalog``), and what is doubtful about a run (``review``)."""

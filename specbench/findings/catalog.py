@@ -1,0 +1,246 @@
+"""All findings of commands: an id with numbers, and for each id its severity, its sentence, and what to do about it.
+
+The logic of a command returns findings, and everything that shows them takes the sentence from ``CATALOG``:
+
+    >>> print(Finding("few-prompts", prompts=1).text)
+    1 prompt says little about others.
+
+Templates are those of ``str.format``, and ``{prompts:prompt}`` is a number with its noun, "1 prompt" or "2 prompts";
+another plural stands after a bar. Text of models and servers becomes one line that is safe to print.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specbench.base.record import Estimate, Json
+from specbench.base.textsafe import counted, listed, one_line
+from specbench.results.stats import ratio_text
+
+Severity = Literal["problem", "warning", "note", "ok"]
+"""``note`` changes no conclusion, ``warning`` may, ``problem`` does."""
+
+
+@dataclass(frozen=True, init=False)
+class Finding:
+    """What was found: an id of ``CATALOG``, and the numbers and names of its sentence."""
+
+    id: str
+    numbers: Json
+
+    def __init__(self, name: str, /, **numbers: Any) -> None:
+        object.__setattr__(self, "id", name)
+        object.__setattr__(self, "numbers", numbers)
+
+    @property
+    def severity(self) -> Severity:
+        return CATALOG[self.id][0]
+
+    @property
+    def topic(self) -> str:
+        """What it is about: the part of the id before the dot, the same for all findings of a kind."""
+        return self.id.partition(".")[0]
+
+    @property
+    def text(self) -> str:
+        """What was found, in a sentence."""
+        return _FORMATTER.format(CATALOG[self.id][1], **self.numbers)
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, in a sentence; may be empty."""
+        return _FORMATTER.format(CATALOG[self.id][2], **self.numbers)
+
+    @property
+    def line(self) -> str:
+        """Severity, text and remedy in a line."""
+        return f"{self.severity}: {self.text} {self.remedy}".rstrip()
+
+    def to_json(self) -> Json:
+        """Return it as JSON data."""
+        return {"id": self.id, "severity": self.severity, "text": self.text, "remedy": self.remedy}
+
+
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        if isinstance(value, Estimate):
+            return ratio_text(value)
+        if isinstance(value, list | tuple):
+            return listed([one_line(each) for each in value], int(spec or len(value)))
+        if isinstance(value, int) and spec[:1].isalpha() and spec[1:]:
+            return counted(value, *spec.split("|"), form=",")
+        return format(one_line(value) if isinstance(value, str) else value, spec)
+
+
+_FORMATTER = _Formatter()
+
+_MORE_MEMORY = "Use a smaller model or a narrower dtype, or close other programs."
+_DIFFER = "{what}: tokens differ from {over} in {number} of {cases:case}, first at token {place} of {prompt} ({label})"
+_NO_DRAFT = "Check its log for the draft model: it may not be loaded, or not fit the target's vocabulary."
+_LOGPROBS = "Do not use its log probabilities; compare with speculation switched off."
+_PREFIX_CACHING = (
+    "Switch prefix caching on (vLLM: --enable-prefix-caching; llama.cpp: cache_prompt), and compare without"
+    " speculation, which can cost the last block of a cached prompt (vLLM: disable_eagle_block_drop)."
+)
+
+CATALOG: dict[str, tuple[Severity, str, str]] = {
+    # -- the machine ---------------------------------------------------------------------------------
+    "machine-busy": ("warning", "Other programs used the processor {when}.", "Close other programs and measure again."),
+    "machine-busy.before": (
+        "warning", "The machine is busy: a load of {load:.1f} on {cores:core} before it began.",
+        "Close other programs or wait for them."),
+    "steal": (
+        "warning", "The host of this virtual machine gave processor time to others {when}.",
+        "Measure at another time, or on a machine of your own."),
+    "frequency-drop": (
+        "warning", "The processor ran slower than before {when}.",
+        "Let it cool down, plug it in, and fix its frequency if you can."),
+    "memory-pressure": ("warning", "Memory was short {when}.", _MORE_MEMORY),
+    "memory-pressure.before": (
+        "warning", "Memory is short: {free:.1f} of {memory:.1f} GB are free.", _MORE_MEMORY),
+    "stopped": (
+        "warning", "The process was stopped and continued (SIGSTOP, Ctrl-Z) {when}.",
+        "Do not stop it while it measures: the pause is included in these times."),
+    "hardly-disturbed": ("note", "{kind} {when}: too few to change a conclusion.", "Nothing to do."),
+    # -- the figures of a run ------------------------------------------------------------------------
+    "unfinished.sweep": (
+        "warning", "The sweep is not finished: it has {measured} of {planned:generation}.",
+        "Continue it: the same command with --resume."),
+    "unfinished.search": (
+        "warning", "The search is not finished: it has {measured:generation}.",
+        "Continue it: the same command with --resume."),
+    "lines": ("warning", "{problem}", "They are measured again with --resume."),
+    "few-prompts": (
+        "warning", "{prompts:prompt says|prompts say} little about others.",
+        "Measure at least 8 prompts, of several categories: raise --limit or name more --prompts."),
+    "wide-intervals": (
+        "warning", "Intervals wider than ±10%: {wide} of {intervals}; the widest is ±{half:.0%} ({label}).",
+        "Measure more prompts; add --resume, and --out with the run."),
+    "wide-intervals.repeats": (
+        "warning", "Intervals wider than ±10%: {wide} of {intervals}; the widest is ±{half:.0%} ({label}).",
+        "Raise --repeats; add --resume, and --out with the run."),
+    "baseline-slow": (
+        "problem", "transformers' generate is {speedup:.2f}× as fast as plain decoding here, so speedups over plain"
+        " decoding are too high.",
+        "Try another --cache or --dtype, and divide the speedups by this figure."),
+    "tokens-differ": (
+        "problem", f"{_DIFFER}; the logits of the two tokens are {{gap:.3g}} apart there, more than rounding explains.",
+        "Please report it: the output should be the same."),
+    "tokens-differ.unchecked": (
+        "warning", f"{_DIFFER}.",
+        "Finish the sweep with --resume to learn whether rounding explains it, or use --dtype float32."),
+    "tokens-differ.server": (
+        "warning", f"{_DIFFER}.", "`specbench check --outputs` says whether rounding explains it."),
+    "tokens-differ.tie": (
+        "note", f"{_DIFFER}; wherever they part, the logits of the two tokens tie within rounding.",
+        "Nothing to do; with --dtype float32 the outputs are the same."),
+    "tokens-differ.rounded": (
+        "note", f"{_DIFFER}; wherever they part, the logits of the two tokens tie within rounding.",
+        "An {dtype} target amplifies rounding: leave out --cache, whose default gives bit-exact passes on most"
+        " processors, or use another --dtype."),
+    "failed.all": (
+        "problem", "{failed:generation} of {where} failed: {reason}.", "Remove the cause and add --resume."),
+    "failed": ("warning", "{failed:generation} of {where} failed: {reason}.", "Remove the cause and add --resume."),
+    # -- servers in a run ----------------------------------------------------------------------------
+    "token-counts": (
+        "warning", "{server}: token counts are unclear in {wrong} of {answers:answer}; in the first: {problem}",
+        "The tokenizer's count was used where there is one; compare totals with care."),
+    "tokens-unchecked": (
+        "note", "{server}: only the server counted the tokens.",
+        "Add --target MODEL to check them with its tokenizer."),
+    "one-piece": (
+        "warning", "{server}: each answer comes in one piece, so times to the first token and per token are unknown.",
+        "Make it stream its answers; results that include TTFT are right either way."),
+    "prompt-cache": (
+        "warning", "{label}: {share:.0%} of the prompts' tokens came from a cache that could not be switched off, so"
+        " its time to the first token is too short.",
+        "Start it without a prompt cache."),
+    "warm-pool": (
+        "warning", "{label}: {warming:.2f}× as fast with prompts that it has answered before: it drafts from what it"
+        " remembers.",
+        "Measure each prompt once (--repeats 1), or restart the server between repeats."),
+    # -- doctor: speculation -------------------------------------------------------------------------
+    "speculation.unknown": (
+        "note", "The server does not report whether it drafts.",
+        "Switch its metrics on: --metrics (llama.cpp), --enable-metrics (SGLang); vLLM has /metrics."),
+    "speculation.unconfirmed": (
+        "problem", "The server does not report whether it drafts.",
+        "Switch its metrics on: --metrics (llama.cpp), --enable-metrics (SGLang); vLLM has /metrics."),
+    "speculation.chunks": ("note", "A chunk of text holds {tokens:.1f} tokens on average.", ""),
+    "speculation.idle": ("problem", "Speculation is configured, but nothing was drafted.", _NO_DRAFT),
+    "speculation.missing": ("problem", "Speculation is off: nothing was drafted.", _NO_DRAFT),
+    "speculation.off": ("ok", "Speculation is off.", ""),
+    "speculation.unwanted": ("problem", "Speculation is on.", "Start the server without its options."),
+    "speculation.on": ("ok", "Speculation is on: {drafted:draft token} for {tokens:token}.", ""),
+    "method.name": ("ok", "Method: {name}.", ""),
+    "method.length": ("ok", "Effective γ {gamma:.1f}, {share:.0%} of the steps draft.", ""),
+    "acceptance.none": (
+        "problem", "None of {drafted:draft token} was accepted.",
+        "The drafter does not fit the target: check its tokenizer, its weights and its revision."),
+    "acceptance.rate": ("ok", "{rate:.0%} of draft tokens are accepted.", ""),
+    "acceptance.positions": ("ok", "Accepted by position, of all drafts: {shares}.", ""),
+    "acceptance.placeholders": (
+        "problem", "No draft token after position {useful} was accepted, of {beyond:,} or more: they may be"
+        " placeholders.",
+        "Set the draft length to {useful}{option}."),
+    "temperature.like-greedy": (
+        "ok", "{sampled:.0%} of draft tokens are accepted at temperature {temperature:g}, {greedy:.0%} at 0.", ""),
+    "temperature.collapse": (
+        "problem", "Acceptance collapses: {sampled:.0%} of draft tokens are accepted at temperature {temperature:g},"
+        " {greedy:.0%} at 0.",
+        "Update the engine, which may accept only what it samples itself, or draft without the sampling options; or"
+        " switch speculation off for sampled requests."),
+    # -- doctor: counts ------------------------------------------------------------------------------
+    "counters.shared": (
+        "note", "The counters increase while nothing is asked: others use the server.",
+        "Examine it while nobody else uses it."),
+    "counters.disagree": (
+        "problem", "Counts disagree: {wrong}.", "Do not use these figures; report it to the engine's developers."),
+    "counters.agree": ("ok", "Counters agree with each other and with the answers.", ""),
+    "tokens.miscounted": (
+        "problem", "{problem}", "Count tokens with the tokenizer (--target MODEL): it may count steps or chunks."),
+    "tokens.counted": ("ok", "{tokens:token}, according to {sources}.", ""),
+    # -- doctor: outputs -----------------------------------------------------------------------------
+    "logprobs.none": ("note", "The server gives no log probabilities.", ""),
+    "logprobs.infinite": ("problem", "A log probability of token {token} is not finite.", _LOGPROBS),
+    "logprobs.positive": ("problem", "Token {token} has the log probability {logprob:.3g}.", _LOGPROBS),
+    "logprobs.sum": ("problem", "The probabilities of token {token} sum to {total:.2f}.", _LOGPROBS),
+    "logprobs.order": (
+        "problem", "Token {token} is not the most likely one of its own list, though decoding is greedy.", _LOGPROBS),
+    "logprobs.bare": (
+        "note", "Tokens without alternatives: {bare} of {tokens}; the server leaves them out for draft tokens.",
+        "For log probabilities, switch speculation off."),
+    "logprobs.sound": ("ok", "Log probabilities are finite, and sum to at most 1.", ""),
+    "repeat.same": ("ok", "{answers:greedy answer} to one prompt are the same.", ""),
+    "repeat.differs": (
+        "problem", "Greedy answers to one prompt differ after {shared:character}.",
+        "Temperature 0 may not be honored, or rounding depends on the batch (vLLM: VLLM_BATCH_INVARIANT=1)."),
+    "outputs.same": ("ok", "Greedy answers that are the same without speculation: {same} of {answers}.", ""),
+    "outputs.some": ("note", "Greedy answers that are the same without speculation: {same} of {answers}.", ""),
+    "outputs.differ": (
+        "problem", "Greedy answers that are the same without speculation: {same} of {answers}.",
+        "Speculation may change the output: check it with `specbench check --outputs`."),
+    "cache.unknown": ("note", "The server does not report cached prompt tokens.", "{option}"),
+    "cache.used": ("ok", "A second turn finds {found} tokens of the first in the prompt cache.", ""),
+    "cache.lost": (
+        "problem", "A second turn finds only {found} tokens of the first in the prompt cache.", _PREFIX_CACHING),
+    # -- doctor: speed -------------------------------------------------------------------------------
+    "speed.slower": (
+        "problem", "Speculation is {gain} as fast as plain decoding, over {prompts:prompt}.",
+        "Switch it off, or find a better setting with `specbench tune`."),
+    "speed.faster": ("ok", "Speculation is {gain} as fast as plain decoding, over {prompts:prompt}.", ""),
+    "speed.unknown": (
+        "note", "Speculation is {gain} as fast as plain decoding, over {prompts:prompt}: cannot tell whether it is"
+        " faster.",
+        "Measure more prompts with `specbench sweep --server`."),
+    **{
+        f"{topic}.failed": ("problem", f"{what} failed: {{reason}}", "Read the server's log.")
+        for topic, what in {
+            "answers": "The check of answers", "repeat": "The check of repeated answers",
+            "cache": "The check of the prompt cache", "temperature": "The check at a temperature",
+            "outputs": "The comparison with plain decoding", "counters": "Reading the counters",
+        }.items()
+    },
+}  # fmt: skip

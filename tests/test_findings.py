@@ -1,0 +1,135 @@
+"""The catalog of findings: each is returned somewhere, reads well, and says no more than its numbers hold."""
+
+from __future__ import annotations
+
+import ast
+import re
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored_runs import PLAIN, PROMPTS, times, write_exact
+from test_doctor import answer, drafting
+
+from specbench.base.record import Estimate
+from specbench.doctor.findings import Examined, diagnose
+from specbench.doctor.probes import Observations
+from specbench.findings.catalog import CATALOG, Finding
+from specbench.findings.review import review
+from specbench.results.results import load_results
+from specbench.results.summary import Summary
+
+PACKAGE = Path(__file__).parents[1] / "specbench"
+EVIL = "[red]a\x1b[31m\nb"
+ESTIMATES = {"gain"}
+LISTS = {"shares", "found"}
+
+
+def fields(name: str) -> dict[str, str]:
+    """The names in a finding's sentence and remedy, with their forms."""
+    parts = string.Formatter().parse(" ".join(CATALOG[name][1:]))
+    return {field: spec or "" for _, field, spec, _ in parts if field}
+
+
+def numbers(name: str, number: int) -> dict[str, Any]:
+    """``number`` of everything, and an estimate with an interval if it is of several."""
+    found: dict[str, Any] = {}
+    for field, spec in fields(name).items():
+        found[field] = number if spec else EVIL
+        if spec.endswith(("f", "g", "%")):
+            found[field] = float(number)
+        elif field in ESTIMATES:
+            ends = (1.5, 2.5, number, "prompts") if number > 2 else (None, None, number)
+            found[field] = Estimate(2.0, *ends)  # type: ignore[arg-type]
+        elif field in LISTS:
+            found[field] = [EVIL] * number
+    return found
+
+
+def test_the_ids_in_the_code_are_those_of_the_catalog():
+    """Ids of failed probes are made of the names of probes."""
+    texts, returned = set(), set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and path.name != "catalog.py":
+                texts.add(node.value)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding":
+                returned |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    assert returned <= CATALOG.keys(), "not in the catalog"
+    rest = {name.removesuffix(".failed") for name in CATALOG.keys() - texts}
+    assert rest <= texts, "no logic returns it"
+    assert {name for name, (severity, _, remedy) in CATALOG.items() if severity != "ok" and not remedy} <= {
+        "speculation.chunks",
+        "logprobs.none",
+        "outputs.some",
+    }
+
+
+@pytest.mark.parametrize("number", [1, 2, 1234567])
+def test_every_sentence_is_whole_and_safe(number):
+    for name, (_, *templates) in CATALOG.items():
+        finding = Finding(name, **numbers(name, number))
+        for template, said in zip(templates, (finding.text, finding.remedy), strict=True):
+            assert said.isprintable()
+            assert not re.search(r"[{}]|  | ,|\.\.", said), said
+            assert not template or template.endswith("}") or said.endswith("."), said
+            assert not re.search(r"\b1 (\w+ )?(\w+s of|\w+ (are|have|were|say))\b", said), said
+
+
+def held(findings: Iterator[Finding], *, prompts: int, rivals: int) -> set[str]:
+    """The ids of findings, whose sentences say no more than so many prompts and rivals hold."""
+    found = [*findings]
+    for finding in found:
+        line = finding.line
+        assert not re.search(r"\b0 of 0\b|\bnan\b|\binf\b|None(?! of)", line), line
+        assert rivals > 1 or not re.search(
+            r"\b(best|fastest|all other|none of these|nothing else)\b", finding.text
+        ), line
+        assert prompts > 1 or "[" not in finding.text.replace("[too few to say]", ""), line
+    return {finding.id for finding in found}
+
+
+ONE = {"plain": {"chat-01": [10.0]}, "d@2": {"chat-01": [20.0]}}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
+    "one prompt": (ONE, {}, {"few-prompts"}),
+    "nothing compared": ({"plain": {"chat-01": [10.0]}}, {}, {"few-prompts"}),
+    "a rival failed": (ONE | {"d@5": {"chat-01": [None]}}, {}, {"few-prompts", "failed.all"}),
+    "all failed": ({name: {"chat-01": [None]} for name in ("plain", "d@2")}, {}, {"failed.all"}),
+    "always disturbed": (ONE, {"disturbed": ("steal", "<b>")}, {"few-prompts", "steal"}),
+    "wide": ({"plain": PLAIN, "d@2": times(2.0, 1.0)}, {}, {"few-prompts", "wide-intervals"}),
+    "a slow baseline": (
+        {"plain": PLAIN, "transformers": times(2.0)}, {}, {"few-prompts", "baseline-slow"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_with_little_in_it_is_not_overrated(tmp_path, case):
+    speeds, run, expected = RUNS[case]
+    summary = Summary(load_results(write_exact(tmp_path / "run", speeds, **run)))
+    prompts = len(PROMPTS) if "plain" in speeds and speeds["plain"] is PLAIN else 1
+    assert held(review(summary), prompts=prompts, rivals=len(speeds) - 1) == expected
+
+
+def observed(**fields: Any) -> Examined:
+    return Examined(Observations("vllm", "m", **fields))
+
+
+def test_a_server_that_says_little_is_not_overrated():
+    fast, slow = answer(1.0, drafted=90), answer(2.0)
+    nothing = {"tokens.counted", "logprobs.none"}
+    cases: list[tuple[Examined, set[str]]] = [
+        (observed(failed={"answers": "cut"}), {"answers.failed"}),
+        (observed(answers=[answer(1.0, drafted=None)]), {*nothing, "speculation.unknown"}),
+        (observed(answers=[answer(1.0)]), {*nothing, "speculation.off"}),
+        (observed(answers=[fast]), {*nothing, "speculation.on", "acceptance.rate"}),
+        (
+            observed(answers=[fast], plain=[(fast, slow)]),
+            {*nothing, "speculation.on", "acceptance.rate", "outputs.same", "speed.unknown"},
+        ),
+    ]
+    for examined, expected in cases:
+        assert held(diagnose(examined), prompts=1, rivals=1) == expected
+    every = held(diagnose(drafting(4, (0, 0, 0, 0))), prompts=4, rivals=1)
+    assert "acceptance.none" in every
