@@ -48,7 +48,6 @@ TOLERANCE = 1e-6
 
 _OPTIONS = {
     "fixed": "gamma=2",
-    "confidence-head": "max=2,threshold=0.5",
     "svip": "max=2,threshold=0.35",
     "heuristic": "gamma=1,max=2",
     "static-tree": "nodes=3,depth=2,ranks=50-40",

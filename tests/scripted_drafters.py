@@ -81,8 +81,7 @@ BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dflash2": (DFlash2Head, {"block": DEPTH + 1, "rank": 2, "selected": 2, "kernel": 2, "group": 4}),
     "dspark": (
         DSparkHead,
-        {"block": DEPTH, "first": 0, "markov": "vanilla", "rank": 2, "confidence": True,
-         "confidence_reads_token": True},
+        {"block": DEPTH, "first": 0, "markov": "vanilla", "rank": 2},
     ),
 }  # fmt: skip
 """Block drafters: their class, and the structure of their blocks."""

@@ -1,4 +1,4 @@
-"""DSpark and DFlash 2: rows as of the formulas, their files, and the confidence head as a draft policy."""
+"""DSpark and DFlash 2: rows as of the formulas, and their files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from head_files import (
     block_settings,
     block_tensors,
     conditional_tensors,
-    few_head,
-    few_tokens,
     flash_two_settings,
     spark_settings,
     speculators_block_settings,
@@ -43,15 +41,10 @@ from test_heads import (
     turned,
 )
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError
 from specbench.decoding.protocols import ForwardRequest
-from specbench.generate import GenerationRun, speculative_generate
 from specbench.models.drafters import load_drafter
-from specbench.models.target import wrap_target
 from specbench.options import LoadOptions
-from specbench.policies import FixedLength, build_policy
-from specbench.policies.lengths import ConfidenceHeadLength
-from specbench.specs.policies import ConfidenceHead
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -138,11 +131,9 @@ def spread(tensors: Tensors, row: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def spark_row(
-    tensors: Tensors, hidden: torch.Tensor, path: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """DSpark's logits after a path, and its confidence there. A path has the token before each place of the block: the
-    context's last token, before the place of this token itself too, and draft tokens.
+def spark_row(tensors: Tensors, hidden: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
+    """DSpark's logits after a path, which has the token before each place of the block: the context's last token,
+    before the place of this token itself too, and draft tokens.
     """
     head = {name.removeprefix("markov_head."): each for name, each in tensors.items()}
     state = torch.zeros(RANK)
@@ -158,9 +149,7 @@ def spark_row(
             latent = out.tanh()
     last = len(path) - 1
     row = output_rows(tensors) @ hidden[last] + head["markov_w2.weight"] @ latent
-    read = torch.cat((hidden[last], head["markov_w1.weight"][path[-1]]))
-    odds = head["confidence_head.proj.weight"] @ read + head["confidence_head.proj.bias"]
-    return spread(tensors, row), odds.sigmoid()[0]
+    return spread(tensors, row)
 
 
 def selected_row(tensors: Tensors, logits: torch.Tensor, hidden: torch.Tensor, token: int) -> torch.Tensor:
@@ -223,8 +212,7 @@ def test_rows_of_dspark_are_those_of_the_formulas(tmp_path, markov, form):
         tokens = DRAFT[:2] if parents is None else DRAFT
         found = rows_after(drafter, tokens, parents)
         expected = [spark_row(tensors, hidden, [*[CONTEXT[-1]] * (1 + first), *path]) for path in paths]
-        close(found, torch.stack([row for row, _ in expected]))
-        close(drafter.scorer.acceptance, torch.stack([chance for _, chance in expected]))
+        close(found, torch.stack(expected))
 
 
 @pytest.mark.parametrize("form", ["authors", "speculators"])
@@ -242,7 +230,6 @@ def test_rows_of_dflash_2_are_those_of_the_formulas(tmp_path, form):
     places = [(0, CONTEXT[-1]), (1, 44), (1, 8), (2, 61)]
     expected = [selected_row(tensors, logits[place], hidden[place], token) for place, token in places]
     close(found, torch.stack(expected))
-    assert drafter.scorer.acceptance is None
 
 
 WINDOWED = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
@@ -265,8 +252,6 @@ def test_blocks_see_through_windows_and_have_caps(tmp_path, causal):
     ("settings", "message"),
     [
         (spark_settings(markov_head_type="other"), "markov_head_type"),
-        (spark_settings(markov_rank=0), "confidence_head_with_markov"),
-        (spark_settings(enable_confidence_head=3), "enable_confidence_head"),
         (flash_two_settings(conv_group_size=7), "conv_group_size"),
         (block_settings(final_logit_softcapping=-1), "final_logit_softcapping"),
         (block_settings(**{**WINDOWED, "sliding_window": None}), "sliding_window"),
@@ -276,27 +261,3 @@ def test_blocks_see_through_windows_and_have_caps(tmp_path, causal):
 def test_damaged_settings_are_refused(tmp_path, settings, message):
     with pytest.raises(RunError, match=message):
         drafter_of(tmp_path / "head", settings, conditional_tensors("dspark"))
-
-
-def test_a_head_without_a_confidence_head_does_not_size_drafts(tmp_path):
-    target = wrap_target(few_tokens(), pack=False)
-    plan = build_policy("confidence-head")
-    with pytest.raises(UsageError, match="needs a drafter with a confidence head"):
-        next(iter(GenerationRun([1, 2], target, few_head(tmp_path, "dflash", target), policy=plan)))
-
-
-def test_drafts_end_where_their_predicted_acceptance_falls_below_the_threshold(tmp_path):
-    target = wrap_target(few_tokens(), pack=False)
-    drafter = few_head(tmp_path, "dspark", target)
-
-    def run(policy: Any) -> Any:
-        return speculative_generate([1, 2], target, drafter, policy=policy, max_new_tokens=30)
-
-    plain, lengths = run(FixedLength(4)), []
-    for threshold in (0.0, 0.3, 0.9):
-        found = run(ConfidenceHeadLength(ConfidenceHead(threshold, 4)))
-        assert found.token_ids == plain.token_ids
-        lengths.append(sum(len(step.drafted) for step in found.steps) / len(found.steps))
-        assert all(step.policy["survival"] >= threshold or len(step.drafted) < 4 for step in found.steps)
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] > lengths[-1]

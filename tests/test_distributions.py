@@ -37,7 +37,6 @@ REFUSALS = (
     "drafts only chains",
     "Several drafters draft chains of one fixed length",
     "reads the drafter's distribution, and",
-    "needs a drafter with a confidence head, and",
 )
 
 
@@ -109,7 +108,7 @@ def test_a_drafter_whose_every_token_is_banned_proposes_nothing(drafter, policy,
         "trimmed|lookup": (lambda target: SeveralDrafters([trimmed(target), LookupDrafter()]), "org/model|lookup"),
     }[drafter]  # fmt: skip
     rule = parse_policy(policy)
-    if rule.word == "confidence-head" or not rule.applies(specs.parse_drafter(spec)):
+    if not rule.applies(specs.parse_drafter(spec)):
         return
     target = scripted_target()
     sampling = Sampling(temperature=temperature).with_defaults(

@@ -157,9 +157,6 @@ CASES = {
     "model, parallel": setting("org/small", head=TrainingMetadata(kind="pard")),
     "head, block": setting("org/head", head=TrainingMetadata(kind="dflash")),
     "head, block, drawn in turn": setting("org/head", head=TrainingMetadata(kind="dspark"), temperature=0.7),
-    "head, sized by confidence": setting(
-        "org/head", "confidence-head", head=TrainingMetadata(kind="dspark"), gamma_from="guessed"
-    ),
     "head in a cascade": setting("lookup+org/head", head=TrainingMetadata(kind="eagle3")),
     "head, trained here": setting("org/head", head=TrainingMetadata(kind="eagle")),
 }

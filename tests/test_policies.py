@@ -430,7 +430,7 @@ def test_auto_gets_over_slow_first_passes_of_the_drafter(disturbed):
     [
         "fixed:gamma=0", "auto:max=0", "egag:min=0", "egag:min=9", "egag:beta=1", "egag:beta=nan", "egag:scale=0",
         "egag:scale=1.5", "confidence:threshold=1.1", "confidence:threshold=nan", "entropy-bound:lambda=-0.1",
-        "confidence-head:threshold=1.1", "svip:threshold=0", "svip:threshold=inf", "heuristic:gamma=0",
+        "svip:threshold=0", "svip:threshold=inf", "heuristic:gamma=0",
         "heuristic:min=6", "heuristic:gamma=5,max=4",
     ],
 )  # fmt: skip

@@ -31,7 +31,7 @@ from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import LONGEST_DRAFT, POLICIES, Auto, Egag, Fixed, parse_policy
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
-WORDS = [each.word for each in POLICIES if each.word != "confidence-head"]
+WORDS = [each.word for each in POLICIES]
 """Those that need no confidence head."""
 DRAFTERS = (
     "lookup",

@@ -163,7 +163,7 @@ class DraftingOptions:
         None,
         "--draft-policy RULE",
         "auto (default when greedy), fixed (default when sampling, and with --gamma), egag, confidence,"
-        " confidence-head, entropy-bound, svip, heuristic, or trees: static-tree, dynamic-tree. Options follow a colon:"
+        " entropy-bound, svip, heuristic, or trees: static-tree, dynamic-tree. Options follow a colon:"
         " egag:scale=0.5. Your own: ./mine.py:CLASS.",
     )
     gamma: int | None = _policy(

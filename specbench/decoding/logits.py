@@ -63,17 +63,13 @@ class Logits:
     Args:
         values: [tokens].
         vocabulary: The tokens they belong to; ``None`` for the target's first ones.
-        acceptance: The probability that the token drawn here is accepted if those before it are, as predicted by the
-            confidence head of a drafter; ``None`` without one.
 
     Attributes:
         size: Number of logits.
     """
 
-    def __init__(
-        self, values: torch.Tensor, vocabulary: DraftVocabulary | None = None, acceptance: float | None = None
-    ) -> None:
-        self.values, self._vocabulary, self.acceptance = values, vocabulary, acceptance
+    def __init__(self, values: torch.Tensor, vocabulary: DraftVocabulary | None = None) -> None:
+        self.values, self._vocabulary = values, vocabulary
         self.size = values.shape[-1]
 
     @cached_property

@@ -153,13 +153,12 @@ class DraftPolicy:
         branches: Whether its drafts are trees; otherwise a node has one child at most.
         certain_only: Whether it selects nodes by their own tokens. Then all candidates must be certain, none drawn.
         unconditional: Whether ``begin_step`` alone decides the length, so that nothing is read from the draft.
-        needs_acceptance: Whether it needs a drafter that ``predicts_acceptance``.
         verification: How its drafts are verified above temperature 0; ``None`` for the method that fits.
     """
 
     name: str
     verification: VerificationName | None = None
-    branches = certain_only = unconditional = needs_acceptance = False
+    branches = certain_only = unconditional = False
 
     def begin(self, prompt: NewPrompt) -> None:
         """Start a new output, and forget the last one."""
@@ -344,7 +343,6 @@ class DrafterTraits:
         trees: Whether it can draft trees.
         several: Whether its drafts merge the chains of several drafters.
         certain: Whether all tokens of its trees are certain, not drawn.
-        predicts_acceptance: Whether its logits come with predicted acceptance probabilities, see ``Logits``.
         layers: The layers of the target whose hidden states it needs, see ``ForwardRequest``.
         vocabulary: The tokens that it can draft; ``None`` for all.
         prior: What is known of it before it has drafted.
@@ -354,7 +352,6 @@ class DrafterTraits:
     trees: bool = False
     several: bool = False
     certain: bool = False
-    predicts_acceptance: bool = False
     layers: Sequence[int] = ()
     vocabulary: DraftVocabulary | None = None
     prior: DrafterPrior = UNKNOWN_DRAFTER

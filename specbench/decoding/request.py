@@ -62,12 +62,6 @@ class Request:
                 f"The prompt has {len(self.prompt)} tokens, but the target's context holds only {limit}.",
                 "Shorten the prompt.",
             )
-        if self.policy.needs_acceptance and not self.drafter.traits.predicts_acceptance:
-            raise UsageError(
-                f"The draft policy {self.policy.name} needs a drafter with a confidence head, and"
-                f" {self.drafter.traits.name} has none.",
-                "Use a DSpark head, or another draft policy.",
-            )
         self._check_tree()
 
     def _check_tree(self) -> None:

@@ -103,7 +103,7 @@ class ChainDrafter(Drafter):
         """
         sampling, own = plan.sampling, self.scorer.vocabulary
         logits = yield from self._next_logits(context, draft, sampling, limit)
-        known = Logits(logits[0], own, self._predicted_acceptance())
+        known = Logits(logits[0], own)
         try:
             if not plan.policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
                 return None
@@ -202,10 +202,6 @@ class ChainDrafter(Drafter):
             self.scorer.rollback(len(context) + right)
 
     # -- its logits ------------------------------------------------------------------------------------
-
-    def _predicted_acceptance(self) -> float | None:
-        """Return the predicted acceptance of the token after the last row, see ``Logits``."""
-        return None
 
     def _as_seen(
         self, logits: torch.Tensor, sampling: Sampling

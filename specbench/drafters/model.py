@@ -149,13 +149,7 @@ class HeadDrafter(ModelDrafter):
 
     def __init__(self, scorer: HeadScorer, name: str) -> None:
         super().__init__(scorer, name)  # type: ignore[arg-type]
-        self.traits = replace(
-            self.traits, layers=scorer.layers, predicts_acceptance=scorer.predicts_acceptance
-        )
-
-    def _predicted_acceptance(self) -> float | None:
-        predicted = self.scorer.acceptance
-        return None if predicted is None else float(predicted[-1])
+        self.traits = replace(self.traits, layers=scorer.layers)
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         return self.scorer.can_read(context, drafted)

@@ -22,7 +22,6 @@ class VLLM(StartedEngine):
     title = "vLLM"
     version = "0.33.0"
     drafters = (Lookup, Suffix, SmallModel, Mtp)
-    policies = ("confidence-head",)
     verifications = ("block",)
     heads: ClassVar[Mapping[str, HeadSupport]] = {
         "eagle": HeadSupport("eagle3"),
@@ -75,12 +74,6 @@ class VLLM(StartedEngine):
                 if setting.head is not None and setting.head.kind in ("peagle", "pard"):
                     speculative["parallel_drafting"] = True
                 speculative |= engine.revision(model, "revision")
-            if setting.policy.word == "confidence-head":
-                speculative["enable_adaptive_verification"] = True
-                export.differs.append(
-                    "The confidence head decides how many drafted tokens are verified, for all requests together; in"
-                    " specbench it ends a draft at a threshold."
-                )
             if setting.temperature:
                 speculative["draft_sample_method"] = "probabilistic"  # as specbench samples and tests
                 export.needs.append(

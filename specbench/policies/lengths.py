@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from specbench.decoding.logits import Logits
 from specbench.decoding.protocols import NewPrompt
 from specbench.policies.base import ChainPolicy, confidence, normalized_entropy
-from specbench.specs.policies import Confidence, ConfidenceHead, Egag, EntropyBound, Heuristic, Svip
+from specbench.specs.policies import Confidence, Egag, EntropyBound, Heuristic, Svip
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
@@ -142,29 +142,3 @@ class ConfidenceLength(ChainPolicy):
     def should_continue(self, draft: Draft) -> bool:
         last = len(draft.tokens) - 1
         return last < 0 or confidence(draft, last) >= self.spec.threshold
-
-
-class ConfidenceHeadLength(ChainPolicy):
-    """Ends a draft where its predicted chance to be accepted so far falls below a threshold (DSpark, arXiv 2607.05147).
-
-    The chance is the product of the predictions of the confidence head. A prediction depends on the tokens before the
-    one that it is for, and this token is drawn only if the draft goes on; so outputs keep the target's distribution.
-    """
-
-    spec: ConfidenceHead
-    needs_acceptance = True
-    _survival = 1.0
-
-    def begin_step(self, budget: int) -> int:
-        self._survival = 1.0
-        return super().begin_step(budget)
-
-    def num_children(
-        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
-    ) -> Sequence[int]:
-        predicted = getattr(distributions[0], "acceptance", None)
-        self._survival *= 1.0 if predicted is None else predicted  # a cascade's copied tokens have none
-        return (int(self._survival >= self.spec.threshold),)
-
-    def notes(self) -> Mapping[str, float]:
-        return {"survival": self._survival}

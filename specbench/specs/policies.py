@@ -168,16 +168,6 @@ class Confidence(PolicySpec, word="confidence", policy="lengths:ConfidenceLength
 
 
 @dataclass(frozen=True)
-class ConfidenceHead(
-    PolicySpec, word="confidence-head", policy="lengths:ConfidenceHeadLength", needs_logits=True
-):
-    """Stops where a DSpark head predicts that the draft will hardly be accepted that far."""
-
-    threshold: float = _number(0.2, "threshold=P", "the least predicted probability that all is accepted")
-    gamma_max: int = _most(16)
-
-
-@dataclass(frozen=True)
 class EntropyBound(PolicySpec, word="entropy-bound", policy="lengths:EntropyBoundLength", needs_logits=True):
     """AdaEDL: stops where a lower bound on the acceptance probability, computed from the entropy, is below a moving
     threshold.
@@ -236,7 +226,7 @@ class DynamicTree(PolicySpec, word="dynamic-tree", policy="trees:DynamicTreePoli
 
 
 POLICIES: tuple[type[PolicySpec], ...] = (
-    Auto, Fixed, Egag, Confidence, ConfidenceHead, EntropyBound, Svip, Heuristic, StaticTree, DynamicTree
+    Auto, Fixed, Egag, Confidence, EntropyBound, Svip, Heuristic, StaticTree, DynamicTree
 )  # fmt: skip
 """All kinds, in the order of listings."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,6 @@ from specbench.decoding.protocols import ForwardRequest
 
 MarkovType = Literal["vanilla", "gated", "rnn"]
 """How DSpark's bias depends on what was drafted, by the names of its authors."""
-
-Conditioned: TypeAlias = tuple[Tensor, Tensor | None]
-"""Logits at places of a block, [n, vocab], and the predicted probabilities that the tokens drawn from them are
-accepted, [n]; ``None`` without a confidence head.
-"""
 
 
 class Block(NamedTuple):
@@ -57,7 +52,6 @@ class BlockShape:
         embedding_scale, logit_scale: Factors of embeddings and logits.
         logit_cap: Logits are ``cap · tanh(logits / cap)``; ``None`` for no cap.
         markov: DSpark's kind of bias, a ``MarkovType``, with ``rank`` numbers for each token; ``None`` for none.
-        confidence: Whether there is a confidence head; it may also read the rank numbers of the token before.
         kernel, group: DFlash 2: taps of its convolutions, and channels that share one.
         selected: DFlash 2: the most probable tokens among which its selector, of ``rank`` numbers, chooses.
     """
@@ -72,8 +66,6 @@ class BlockShape:
     logit_cap: float | None = None
     markov: MarkovType | None = None
     rank: int = 0
-    confidence: bool = False
-    confidence_reads_token: bool = False
     kernel: int = 0
     group: int = 0
     selected: int = 0
@@ -142,7 +134,7 @@ class DFlashHead(nn.Module):
         cap = self.block.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def condition(self, blocks: Sequence[Block], tokens: Tensor) -> Conditioned:
+    def condition(self, blocks: Sequence[Block], tokens: Tensor) -> Tensor:
         """Return the logits of blocks after draft tokens.
 
         Args:
@@ -162,7 +154,7 @@ class DFlashHead(nn.Module):
 
 
 class DSparkHead(DFlashHead):
-    """DSpark (arXiv 2607.05147): DFlash with a low-rank bias by the token before, and a confidence head."""
+    """DSpark (arXiv 2607.05147): DFlash with a low-rank bias by the token before. Its confidence head is not used."""
 
     conditional = True
 
@@ -174,37 +166,15 @@ class DSparkHead(DFlashHead):
             self.markov_head = MarkovHead(
                 block.markov, shape.layer.vocab_size, shape.vocab, block.rank, hidden
             )
-        self.confidence_head = None
-        if block.confidence:
-            inputs = hidden + (block.rank if block.confidence_reads_token else 0)
-            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(inputs, 1)})
 
-    def condition(self, blocks: Sequence[Block], tokens: Tensor) -> Conditioned:
+    def condition(self, blocks: Sequence[Block], tokens: Tensor) -> Tensor:
         logits, hidden = self._at(blocks, tokens.shape[1])
-        before = None
         if self.markov_head is not None:
             # A recurrent state also reads a first token of the block that predicts nothing.
             read = torch.cat((tokens[:, : self.block.first], tokens), dim=1)
             numbers = self.markov_head.markov_w1(read)
-            before = numbers[:, -1]
             logits = logits + self.markov_head.markov_w2(self.markov_head.latents(numbers, hidden)[:, -1])
-        if self.confidence_head is None:
-            return logits, None
-        return logits, self.confidence(hidden[:, -1], before).sigmoid()
-
-    def confidence(self, hidden: Tensor, before: Tensor | None) -> Tensor:
-        """Return the log-odds that the token at a place is accepted, [...].
-
-        Args:
-            hidden: Hidden states at the places, [..., hidden].
-            before: What ``markov_w1`` has for the tokens before them, [..., rank].
-        """
-        assert self.confidence_head is not None
-        if self.block.confidence_reads_token:
-            assert before is not None
-            hidden = torch.cat((hidden, before), dim=-1)
-        odds: Tensor = self.confidence_head["proj"](hidden)
-        return odds[..., 0].float()
+        return logits
 
 
 class MarkovHead(nn.Module):
@@ -265,9 +235,10 @@ class DFlash2Head(DFlashHead):
     def _layer(self) -> nn.Module:
         return _ConvolvedLayer(self.shape, self.block)
 
-    def condition(self, blocks: Sequence[Block], tokens: Tensor) -> Conditioned:
+    def condition(self, blocks: Sequence[Block], tokens: Tensor) -> Tensor:
         logits, hidden = self._at(blocks, tokens.shape[1])
-        return self.candidate_selector(logits, hidden[:, -1], tokens[:, -1]), None
+        selected: Tensor = self.candidate_selector(logits, hidden[:, -1], tokens[:, -1])
+        return selected
 
 
 class CandidateSelector(nn.Module):
@@ -342,7 +313,7 @@ class BlockScorer(HeadScorer):
 
     def __init__(self, head: DFlashHead, target: OfTarget) -> None:
         super().__init__(head, target)
-        self.longest, self.predicts_acceptance = head.block.drafted, head.block.confidence
+        self.longest = head.block.drafted
         self._caches = [PreallocatedLayer() for _ in head.layers]
         self._parts = self._blocks, self._rows
 
@@ -368,8 +339,7 @@ class BlockScorer(HeadScorer):
         assert self._block is not None
         if not self.head.conditional:
             return self._block.logits[node_depths(request)[-rows:]]
-        logits, self.acceptance = yield self._parts[1], (self._block, _paths(request)[-rows:])
-        return logits
+        return (yield self._parts[1], (self._block, _paths(request)[-rows:]))
 
     def _blocks(self, inputs: Sequence[tuple[BlockScorer, int]]) -> list[Block]:
         shape = self.head.block
@@ -383,21 +353,18 @@ class BlockScorer(HeadScorer):
         logits = self.head.logits(hidden[:, shape.first :])
         return [Block(*block) for block in zip(hidden, logits, strict=True)]
 
-    def _rows(self, inputs: Sequence[tuple[Block, Sequence[Sequence[int]]]]) -> list[Conditioned]:
+    def _rows(self, inputs: Sequence[tuple[Block, Sequence[Sequence[int]]]]) -> list[Tensor]:
         """Compute rows of equal depth together."""
         wanted = [(block, path) for block, paths in inputs for path in paths]
         rows: list[Any] = [None] * len(wanted)
         for depth in {len(path) for _, path in wanted}:
             same = [i for i, (_, path) in enumerate(wanted) if len(path) == depth]
             tokens = torch.tensor([[*wanted[i][1]] for i in same], device=self.device)
-            conditioned, accepted = self.head.condition([wanted[i][0] for i in same], tokens)
+            conditioned = self.head.condition([wanted[i][0] for i in same], tokens)
             for place, i in enumerate(same):
-                rows[i] = conditioned[place], None if accepted is None else accepted[place]
-        outputs, left = list[Conditioned](), iter(rows)
-        for _, paths in inputs:
-            logits, acceptance = zip(*(next(left) for _ in paths), strict=True)
-            outputs.append((torch.stack(logits), None if acceptance[0] is None else torch.stack(acceptance)))
-        return outputs
+                rows[i] = conditioned[place]
+        left = iter(rows)
+        return [torch.stack([next(left) for _ in paths]) for _, paths in inputs]
 
 
 def _attend(

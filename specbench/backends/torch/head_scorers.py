@@ -62,19 +62,14 @@ class HeadScorer:
     Attributes:
         epoch: Number of contexts begun so far.
         longest: Maximum length of a branch of its drafts; ``None`` for no limit.
-        predicts_acceptance: Whether it has a confidence head.
         target_cache: The target's cache; ``None`` if it does not attend to that.
-        acceptance: For each row of its last pass the predicted probability that the token drawn from it is
-            accepted, [rows]; ``None`` without a confidence head.
     """
 
     takes_trees = reads_trees = True
-    predicts_acceptance: bool = False
     batch: Batch | None = None
     reads_in_parts = False
     reads_context = False  # before it drafts, in a pass that grows with the context
     longest: int | None = None
-    acceptance: Tensor | None = None
     target_cache: KVCache | None = None
     _caches: Sequence[Any] = ()  # a PreallocatedLayer for each layer that has keys and values
 

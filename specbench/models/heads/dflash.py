@@ -97,16 +97,10 @@ def _dflash2(files: HeadFiles, shape: EagleShape) -> nn.Module:
 def _dspark(files: HeadFiles, shape: EagleShape) -> nn.Module:
     rank = files.setting("markov_rank", Count, 256)
     markov = files.setting("markov_head_type", MarkovType, "vanilla")
-    confidence = files.setting("enable_confidence_head", bool, True)
-    reads_token = confidence and files.setting("confidence_head_with_markov", bool, True)
-    if reads_token and not rank:
-        raise files.damaged("its confidence_head_with_markov needs a markov_rank above 0")
     block = block_shape(
         files,
         anchored=True,
         markov=markov if rank else None,
         rank=rank,
-        confidence=confidence,
-        confidence_reads_token=reads_token,
     )
     return DSparkHead(shape, block)

@@ -54,7 +54,11 @@ def _context_limit(files: HeadFiles) -> int:
 
 
 def _module(make: Make, head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> nn.Module:
-    files, tensors = head.files, dict(head.tensors)
+    files = head.files
+    # DSpark's confidence head decides how much is verified, which is up to draft policies here.
+    tensors = {
+        name: tensor for name, tensor in head.tensors.items() if not name.startswith("confidence_head.")
+    }
     shape = _shape(files, tensors, len(files.layers(text_config(target).num_hidden_layers)))
     with torch.device("meta"):
         module: Any = make(files, shape)
@@ -68,8 +72,8 @@ def _module(make: Make, head: TrainedHead, target: PreTrainedConfig, own_head: O
 def _shape(files: HeadFiles, names: Collection[str], states: int) -> EagleShape:
     """Return the structure of a head that reads so many states, by its configuration and its tensors' names."""
     layer, biased = _layer_config(files), [name.split(".") for name in names if name.endswith(".bias")]
-    # DSpark's own parts have linear layers of the same names.
-    biases = {name[-2] for name in biased if name[0] not in ("markov_head", "confidence_head")}
+    # DSpark's own part has linear layers of the same names.
+    biases = {name[-2] for name in biased if name[0] != "markov_head"}
     biases |= {"q_proj", "k_proj", "v_proj"} if layer.attention_bias else set()
     biases |= {"gate_proj", "up_proj", "down_proj"} if layer.mlp_bias else set()
     norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
