@@ -150,7 +150,7 @@ CASES = {
     "MTP layer": setting("mtp"),
     "MTP layer, sampled": setting("mtp", "fixed:gamma=4,verification=block", temperature=0.7),
     "MTP layer in a cascade": setting("lookup+mtp"),
-    "MTP layer, trained here": setting("org/head", head=TrainingMetadata(kind="mtp")),
+    "MTP layer of speculators": setting("org/head", head=TrainingMetadata(kind="mtp")),
     "cascade": setting("lookup+org/small"),
     "head": setting("org/head", head=TrainingMetadata(kind="eagle3")),
     "head, parallel": setting("org/head", head=TrainingMetadata(kind="peagle")),

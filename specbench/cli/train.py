@@ -13,7 +13,7 @@ from specbench.options import MODELS, PROMPT, TemplateOptions, panel, quantized
 from specbench.recipe import Recipe
 from specbench.train import TrainingSettings
 
-KindName = Literal["eagle", "mtp", "medusa"]
+KindName = Literal["eagle", "medusa"]
 
 _training, _prompt = panel("Training"), panel(PROMPT)
 
@@ -21,7 +21,7 @@ _training, _prompt = panel("Training"), panel(PROMPT)
 def train(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    kind: Annotated[KindName, panel(MODELS)("--kind KIND", "Kind of head: eagle, mtp or medusa.")] = "eagle",
+    kind: Annotated[KindName, panel(MODELS)("--kind KIND", "Kind of head: eagle or medusa.")] = "eagle",
     prompts: Annotated[
         list[str] | None,
         _prompt(

@@ -54,13 +54,6 @@ class Layout:
     kind: str = "full_attention"
     chained: bool = True
 
-    def stored_name(self, own: str) -> str:
-        """Return a tensor's name without the layer, from its name in ``MtpLayer``."""
-        for stored, beginning in self.parts.items():
-            if beginning not in (None, BLOCK) and own.startswith(beginning):
-                return stored + own.removeprefix(beginning)
-        return own.removeprefix(BLOCK)
-
     def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
         """Return the MTP layer of a checkpoint's tensor, and its name in ``MtpLayer``; ``None`` if it has no place."""
         found = self.pattern.fullmatch(name)
@@ -112,13 +105,6 @@ _QWEN = Layout(
     },
     shared=True,
 )
-SPECULATORS = Layout(
-    "speculators",
-    re.compile(r"(?:mtp_layers\.(?P<layer>\d+)\.|(?=lm_head\.))(?P<part>.+)"),
-    {**_LAYERNORMS, "lm_head.": "lm_head.", "embed_tokens.": None},
-)
-"""The layout of the layers that ``specbench train`` writes."""
-
 LAYOUTS = (
     _DEEPSEEK,
     _QWEN,
@@ -142,7 +128,11 @@ LAYOUTS = (
             "mtp_block.": BLOCK,
         },
     ),
-    SPECULATORS,
+    Layout(
+        "speculators",
+        re.compile(r"(?:mtp_layers\.(?P<layer>\d+)\.|(?=lm_head\.))(?P<part>.+)"),
+        {**_LAYERNORMS, "lm_head.": "lm_head.", "embed_tokens.": None},
+    ),
 )
 
 

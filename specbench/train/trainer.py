@@ -28,7 +28,6 @@ from specbench.models.drafters import require_states
 from specbench.models.training_metadata import TRAINING_FILE
 from specbench.train import TrainingSettings
 from specbench.train.batches import Batches
-from specbench.train.mtp_student import MtpStudent
 from specbench.train.students import EagleStudent, MedusaStudent
 from specbench.train.texts import Text, write_texts
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 Update = Callable[[str, int, int | None, str], object]
 
-STUDENTS: dict[str, type[EagleStudent]] = {"eagle": EagleStudent, "mtp": MtpStudent, "medusa": MedusaStudent}
+STUDENTS: dict[str, type[EagleStudent]] = {"eagle": EagleStudent, "medusa": MedusaStudent}
 """Kinds of heads that can be trained."""
 
 _SAVE_INTERVAL_S = 60.0
