@@ -109,8 +109,8 @@ def eagle_one_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], **LAYER, "vocab_size": vocab, **more}
 
 
-def mtp_tensors(seed: int = 0, spread: float = 0.3, layers: int = 1) -> dict[str, torch.Tensor]:
-    """Of MTP layers as ``speculators`` calls them; their decoder layers have the sizes of ``tiny_llama``."""
+def mtp_tensors(seed: int = 0, spread: float = 0.3) -> dict[str, torch.Tensor]:
+    """Of an MTP layer as ``speculators`` calls them; its decoder layer has the sizes of ``tiny_llama``."""
     _, random, norm = drawn(seed, spread)
     modules = attention(random) | {
         "mlp.gate_proj": random(64, WIDTH), "mlp.up_proj": random(64, WIDTH), "mlp.down_proj": random(WIDTH, 64),
@@ -118,8 +118,7 @@ def mtp_tensors(seed: int = 0, spread: float = 0.3, layers: int = 1) -> dict[str
     }  # fmt: skip
     modules |= {name: norm(WIDTH) for name in ("input_layernorm", "post_attention_layernorm")}
     modules |= {f"{name}_layernorm": norm(WIDTH) for name in ("token", "hidden", "final")}
-    more = mtp_tensors(seed + 1, spread, layers - 1) if layers > 1 else {}
-    return {f"mtp_layers.{layers - 1}.{name}.weight": tensor for name, tensor in modules.items()} | more
+    return {f"mtp_layers.0.{name}.weight": tensor for name, tensor in modules.items()}
 
 
 def mtp_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
@@ -312,7 +311,6 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
     known: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
         "medusa": (medusa_settings(9), medusa_tensors(vocab=9)),
         "mtp": (mtp_settings(9), mtp_tensors()),
-        "mtp-3": (mtp_settings(9), mtp_tensors(layers=3)),
         "dflash": (block_settings(9), block_tensors(vocab=9)),
         "dspark": (spark_settings(9), conditional_tensors("dspark", vocab=9)),
         "dflash2": (flash_two_settings(9), conditional_tensors("dflash2", vocab=9)),

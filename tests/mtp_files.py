@@ -42,10 +42,6 @@ _MIMO = {
     "eh_proj": "model.mtp_layers.N.input_proj", "norm": "model.mtp_layers.N.final_layernorm",
     "block": "model.mtp_layers.N",
 }  # fmt: skip
-_MIMO_V2 = {
-    "enorm": "model.mtp.layers.N.enorm", "hnorm": "model.mtp.layers.N.hnorm", "eh_proj": "model.mtp.layers.N.eh_proj",
-    "norm": "model.mtp.layers.N.final_layernorm", "block": "model.mtp.layers.N",
-}  # fmt: skip
 _ERNIE = {
     "enorm": "model.mtp_emb_norm.N", "hnorm": "model.mtp_hidden_norm.N", "eh_proj": "model.mtp_linear_proj.N",
     "block": "model.mtp_block.N",
@@ -60,8 +56,6 @@ class Family(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
     layer: Mapping[str, Any] = MappingProxyType({})  # settings of the MTP layer
     hidden_first: bool = False
-    renamed: tuple[str, str] = ("", "")  # a tensor of the decoder layer, and what it is called instead
-    chained: bool = True
 
 
 def _mellum(attention: str, **more: Any) -> Family:
@@ -95,17 +89,6 @@ FAMILIES = {
     ),
     "step": Family("qwen3", {**_APPENDED, "block": "model.layers.M.transformer"}),
     "mimo": Family("qwen2", _MIMO, hidden_first=True),
-    "mimo-v2": Family(
-        "mimo_v2_flash",
-        _MIMO_V2,
-        {
-            **_EXPERTS, "n_routed_experts": 4, "v_head_dim": 4, "sliding_window": 3,
-            "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"],
-        },
-        {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
-        renamed=("post_attention_layernorm", "pre_mlp_layernorm"),
-        chained=False,
-    ),
     "qwen3-next": Family(
         "qwen3_next",
         _MTP,
@@ -136,14 +119,13 @@ class Made(NamedTuple):
 
     folder: Path
     target: Any
-    layers: list[Layer]
+    layer: Layer  # the first
     hidden_first: bool
-    chained: bool
 
 
 def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -> Made:
     """Write a checkpoint of a family with MTP layers."""
-    model_type, names, settings, layer, hidden_first, renamed, chained = FAMILIES[family]
+    model_type, names, settings, layer, hidden_first = FAMILIES[family]
     kind = CONFIG_MAPPING[model_type]
     counted = {key: layers for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in settings}
     with torch.random.fork_rng(devices=[]):
@@ -176,7 +158,7 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -
             for part, name in names.items()
         }
         own_tensors |= {
-            name.replace("model.layers.0", placed["block"]).replace(*renamed): tensor
+            name.replace("model.layers.0", placed["block"]): tensor
             for name, tensor in stored.items()
             if name.startswith("model.layers.0.")
         }
@@ -184,16 +166,14 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -
     save_file(own_tensors, folder / "model.safetensors", {"format": "pt"})
     shutil.rmtree(folder / "donor")
     target.config.name_or_path = str(folder)
-    return Made(folder, target, made, hidden_first, chained)
+    return Made(folder, target, made[0], hidden_first)
 
 
 @torch.inference_mode()
 def formula(made: Made, tokens: list[int], drafted: int = 0) -> torch.Tensor:
     """Return the logits after tokens, and after each of the last ``drafted`` ones, [1 + drafted, vocab].
 
-    The first layer reads token t + 1 with the target's state at t. If there is one layer, it reads each drafted token
-    with its own output before it; otherwise layer k reads token t + 1 with the output of layer k - 1 at token t, or, if
-    the layers are not chained, token t + k + 1 with the target's state at t.
+    The layer reads token t + 1 with the target's state at t, and each drafted token with its own output before it.
     """
     context = tokens[: len(tokens) - drafted]
     features = made.target(input_ids=torch.tensor([context]), output_hidden_states=True).hidden_states[-1][
@@ -201,19 +181,15 @@ def formula(made: Made, tokens: list[int], drafted: int = 0) -> torch.Tensor:
     ]
     rows = []
     for end in range(len(context), len(tokens) + 1):
-        several = len(made.layers) > 1
-        layer = end - len(context) if several else 0
-        out = _run(made, layer, tokens[1 + layer : end], features)
+        out = _run(made, tokens[1:end], features)
         rows.append(made.target.lm_head(out[-1]))
-        if several and not made.chained:
-            continue
-        features = out if several else torch.cat((features, out[-1:]))
+        features = torch.cat((features, out[-1:]))
     return torch.stack(rows)
 
 
-def _run(made: Made, layer: int, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
-    """Return a layer's outputs at tokens, given the features that go with them."""
-    parts, donor = made.layers[layer]
+def _run(made: Made, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
+    """Return the layer's outputs at tokens, given the features that go with them."""
+    parts, donor = made.layer
     normed = []
     inputs = made.target.get_input_embeddings()(torch.tensor(tokens)), features
     for name, each in zip(("enorm", "hnorm"), inputs, strict=True):

@@ -30,7 +30,7 @@ from specbench.backends.torch.head_scorers import (
     ParallelScorer,
 )
 from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape, MedusaHeads, ParallelEagleHead
-from specbench.backends.torch.mtp import MtpLayers, MtpScorer, build_mtp_layers
+from specbench.backends.torch.mtp import build_mtp_layer
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Drafter, NoDraft
@@ -110,15 +110,11 @@ def small_head(kind: str) -> Any:
                 embeds=True,
                 head_norms=kind in BLOCKS,
             )
-            if kind in ("mtp", "mtp-2"):
-                blocks = [
-                    LlamaDecoderLayer(layer, 0).state_dict() for _ in range(2 if kind == "mtp-2" else 1)
-                ]
-                made = build_mtp_layers(layer, blocks, final_norm=True, hidden_first=False)
-                module = made[0] if kind == "mtp" else MtpLayers(made)
+            if kind == "mtp":
+                block = LlamaDecoderLayer(layer, 0).state_dict()
+                module = build_mtp_layer(layer, block, final_norm=True, hidden_first=False)
                 module.embed_tokens = torch.nn.Embedding(VOCAB, 8)
-                for each in made:
-                    each.lm_head = torch.nn.Linear(8, 2, bias=False)
+                module.lm_head = torch.nn.Linear(8, 2, bias=False)
             elif kind in BLOCKS:
                 module = BLOCKS[kind][0](shape, BlockShape(mask=1, **BLOCKS[kind][1]))
             elif kind == "peagle":
@@ -135,8 +131,8 @@ def small_scorer(kind: str) -> HeadScorer:
     head = small_head(kind)
     if kind == "medusa":
         return MedusaScorer(head, OfTarget(None, (2,), fitted))
-    layers = (2,) if kind in ("eagle-1", "mtp", "mtp-2") else (0, 1, 2)
-    own = {**dict.fromkeys(BLOCKS, BlockScorer), "peagle": ParallelScorer, "mtp-2": MtpScorer}
+    layers = (2,) if kind in ("eagle-1", "mtp") else (0, 1, 2)
+    own = {**dict.fromkeys(BLOCKS, BlockScorer), "peagle": ParallelScorer}
     scorer: Any = own.get(kind, EagleScorer)
     made: HeadScorer = scorer(head, OfTarget(head.embed_tokens, layers, fitted))
     return made
@@ -250,7 +246,6 @@ DRAFTERS: dict[str, Entry] = {
         for kind in ("eagle3", "eagle-1", "peagle", *BLOCKS, "medusa")
     },
     "mtp": Entry("mtp", lambda _: head("mtp"), "mtp"),
-    "two layers of mtp": Entry("mtp", lambda _: head("mtp-2"), "mtp"),
     "pard": Entry("org/model", lambda _: parallel(), "pard"),
     "ngram:sample+pard": Entry(
         "ngram:sample+org/model",

@@ -27,7 +27,7 @@ from specbench.policies import FixedLength, build_policy
 from specbench.policies.trees import StaticTreePolicy
 
 HEADS = (
-    "pard", "eagle", "eagle-1", "peagle", "dflash", "dflash2", "dspark", "medusa", "mtp-3",
+    "pard", "eagle", "eagle-1", "peagle", "dflash", "dflash2", "dspark", "medusa", "mtp",
 )  # fmt: skip
 OTHERS = ("lookup", "ngram:top-k=2", "suffix", "self:int8", "self:layers=1", "self:skip=1",
           "lookup+self:int8", "lookup|self:layers=1")  # fmt: skip

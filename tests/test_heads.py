@@ -466,7 +466,7 @@ def outputs(
     return tokens_of([prefill, *steps]), [step for step in steps if isinstance(step, Step)]
 
 
-OTHERS = ("eagle-1", "mtp", "mtp-3", "peagle", "dflash", "dflash2", "dspark", "medusa")
+OTHERS = ("eagle-1", "mtp", "peagle", "dflash", "dflash2", "dspark", "medusa")
 ON_CACHES = [  # a head that reads states on every kind of cache, the others on one in turn
     *((kept, "eagle") for kept in CACHE_KINDS),
     *zip(itertools.cycle(CACHE_KINDS), OTHERS, strict=False),
@@ -499,7 +499,7 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
     [
         ("preallocated", "eagle"),
         ("dynamic", "medusa"),
-        *(pytest.param("dynamic", kind, marks=pytest.mark.slow) for kind in ("eagle", "mtp-3", "dspark")),
+        *(pytest.param("dynamic", kind, marks=pytest.mark.slow) for kind in ("eagle", "mtp", "dspark")),
     ],
 )
 def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind, monkeypatch):

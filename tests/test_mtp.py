@@ -17,9 +17,6 @@ from head_files import VOCAB, mtp_settings, mtp_tensors, write_head
 from mtp_files import FAMILIES, LAYERS, Made, formula, make_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
@@ -41,7 +38,6 @@ from specbench.specs.models import parse_model
 CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
 DRAFT = [44, 8, 61]
 PLAIN = LoadOptions(dtype="float32")
-CHAINS = ("qwen3-next", "qwen3.5", "mimo-v2")  # their targets take no trees
 
 
 @cache
@@ -53,10 +49,6 @@ def checkpoint(family: str, folder: Path, layers: int = 1) -> Made:
 def folder(tmp_path_factory) -> Path:
     made: Path = tmp_path_factory.mktemp("checkpoints")
     return made
-
-
-def branch_of(node: int, parents: list[int]) -> list[int]:
-    return [] if node < 0 else [*branch_of(parents[node], parents), node]
 
 
 def tell(scorer: Any, made: Made, context: list[int]) -> None:
@@ -73,17 +65,12 @@ def prepared(made: Made, context: list[int]) -> Any:
     return drafter.scorer
 
 
-SEVERAL = [
-    *((family, 1) for family in FAMILIES),
-    ("deepseek", 4),
-    ("qwen3.5", 4),
-    ("mimo", 4),
-    ("mimo-v2", 4),
-]
-
-
-@pytest.mark.parametrize(("family", "layers"), SEVERAL)
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [*((family, 1) for family in FAMILIES), ("deepseek", 2), ("qwen3.5", 2), ("mimo", 2)],
+)
 def test_rows_of_every_layout_are_those_of_the_formula(folder, family, layers):
+    """Of several layers the first drafts all tokens."""
     made = checkpoint(family, folder, layers)
     scorer = prepared(made, CONTEXT)
     found = scorer.score(ForwardRequest(scorer, CONTEXT, DRAFT)).logits
@@ -115,68 +102,15 @@ def test_layers_in_the_folder_of_a_model_that_sees_draft_for_its_text(folder, tm
     torch.testing.assert_close(found, formula(made, CONTEXT + DRAFT, len(DRAFT)), atol=1e-4, rtol=1e-4)
 
 
-def test_rows_of_several_layers_are_those_of_transformers(folder):
-    made = checkpoint("deepseek", folder, 4)
-    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
-    model._keys_to_ignore_on_load_unexpected = {rf"layers\.{LAYERS + layer}\." for layer in range(4)}
-    scorer = prepared(made, CONTEXT)
-    with torch.inference_mode():
-        states = made.target(input_ids=torch.tensor([CONTEXT[:-1]]), output_hidden_states=True).hidden_states
-        drafted, expected, _ = MtpModel.from_pretrained(model)(
-            input_ids=torch.tensor([CONTEXT[1:]]),
-            last_hidden_states=states[-1],
-            attention_mask=None,
-            position_ids=torch.arange(1, len(CONTEXT))[None],
-            mtp_cache=MtpCache(config=model.config.get_mtp_config()),
-        )
-    found = scorer.score(ForwardRequest(scorer, CONTEXT, drafted[0, :-1].tolist())).logits
-    torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=1e-4)
-
-
-def test_rows_of_a_tree_are_those_of_its_branches(folder):
-    """Drafted breadth first and later beside a branch that was read before, in contexts that grow."""
-    made = checkpoint("deepseek", folder, 4)
-    scorer, context = prepared(made, CONTEXT[:4]), CONTEXT[:4]
-    tokens, parents = [44, 8, 61, 30, 7, 99, 12], [-1, 0, -1, 1, 2, 4, 2]
-    for more in ([], CONTEXT[4:6], CONTEXT[6:], [3]):
-        context = [*context, *more]
-        if more:
-            scorer.rollback(len(context) - 1)
-            tell(scorer, made, context)
-        for end, rows in ((2, 3), (4, 2), (7, 3)):
-            found = scorer.score(
-                ForwardRequest(scorer, context, tokens[:end], parents[:end], rows=rows)
-            ).logits
-            for row, node in zip(found, range(end - rows, end), strict=True):
-                branch = branch_of(node, parents)
-                expected = formula(made, [*context, *(tokens[each] for each in branch)], len(branch))[-1]
-                torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_several_layers_draft_no_more_tokens_than_there_are_layers(folder):
-    made = checkpoint("mimo", folder, 4)
-    target = load_target(str(made.folder), PLAIN)
-    drafter = load_drafter("mtp", target, PLAIN)
-
-    def drafted(prompt: list[int]) -> list[int]:
-        found = speculative_generate(prompt, target, drafter, policy=FixedLength(9), max_new_tokens=16)
-        return [len(step.drafted) for step in found.steps]
-
-    assert max(drafted(CONTEXT)) == 4
-    assert not drafted(CONTEXT[:1])[0], "the last layer has no entry yet"
-
-
-@pytest.mark.parametrize(
-    ("family", "layers"), [("deepseek", 1), ("deepseek", 4), ("qwen3-next", 1), ("mimo-v2", 4)]
-)
-def test_greedy_outputs_are_the_targets(folder, family, layers):
-    made = checkpoint(family, folder, layers)
+@pytest.mark.parametrize("family", ["deepseek", "qwen3-next"])
+def test_greedy_outputs_are_the_targets(folder, family):
+    made = checkpoint(family, folder)
     target = load_target(str(made.folder), PLAIN)
     drafter = load_drafter("mtp", target, PLAIN)
     options: Any = {"max_new_tokens": 12, "min_new_tokens": 12}
     expected = speculative_generate(CONTEXT, target, None, **options).token_ids
     policies = [FixedLength(3)]
-    if family not in CHAINS:
+    if family == "deepseek":  # the other takes no trees
         policies.append(StaticTreePolicy.shaped((-1, -1, 0, 0, 1)))
     for policy in policies:
         found = speculative_generate(CONTEXT, target, drafter, policy=policy, **options)
@@ -238,7 +172,6 @@ def test_layers_of_the_target_are_no_mtp_layers(folder):
     made = checkpoint("deepseek", folder)
     found = find_mtp_tensors(made.folder, LAYERS)
     assert found is not None
-    assert found.layers == 1
     assert all(f"layers.{LAYERS}." in name for name in found.places)
     assert find_mtp_tensors(made.folder, LAYERS + 1) is None
 
@@ -246,7 +179,6 @@ def test_layers_of_the_target_are_no_mtp_layers(folder):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"mtp_layers.1.input_proj.weight": torch.zeros(32, 64)}, "lacks"),
         ({"mtp_layers.0.input_proj.weight": torch.zeros(32, 32)}, "size mismatch for eh_proj.weight"),
         ({"mtp_layers.0.self_attn.extra.weight": torch.zeros(1)}, "has no place for"),
         ({"mtp_layers.0.token_layernorm.weight": torch.zeros(32, dtype=torch.int8)}, "are quantized"),

@@ -37,7 +37,6 @@ HEADS = [
     "eagle-1",
     "medusa",
     "mtp",
-    "mtp-3",
     "dflash",
     "dspark",
     "dflash2",

@@ -174,7 +174,7 @@ def test_the_output_is_the_targets_own(spec, rule, cache, read_late):
     assert any(step.drafted for step in steps)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash", "medusa", "mtp-3", "pard"])
+@pytest.mark.parametrize("kind", ["eagle", "dflash", "medusa", "mtp", "pard"])
 def test_heads_whose_drafts_are_read_late_leave_the_output_as_it_is(kind, read_late, tmp_path):
     target = wrap_target(few_tokens(), pack=False)
     head = few_head(tmp_path, kind, target)

@@ -39,10 +39,6 @@ class Layout:
             tensors that are left out, since they are the target's. All others are the decoder layer's.
         appended: Whether the layers are numbered after those of the target.
         hidden_first: Whether the hidden state comes before the embedding in the input of the linear layer.
-        shared: Whether several layers have all but the decoder layer in common.
-        kind: Kind of attention of the decoder layers, unless it is in the configuration.
-        chained: Whether a layer reads the output of the one before it, if there are several; otherwise all read the
-            target's hidden states.
     """
 
     families: str
@@ -50,24 +46,20 @@ class Layout:
     parts: Mapping[str, str | None]
     appended: bool = False
     hidden_first: bool = False
-    shared: bool = False
-    kind: str = "full_attention"
-    chained: bool = True
 
-    def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
-        """Return the MTP layer of a checkpoint's tensor, and its name in ``MtpLayer``; ``None`` if it has no place."""
+    def own_name(self, name: str, target_layers: int) -> str | None:
+        """Return a tensor's name in ``MtpLayer``; ``None`` if it is not one of the first MTP layer."""
         found = self.pattern.fullmatch(name)
         if found is None:
             return None
         groups = found.groupdict()
         layer, part = int(groups["layer"] or 0), groups["part"] + (groups.get("rest") or "")
-        layer -= target_layers if self.appended else 0
-        if layer < 0:
+        if layer != (target_layers if self.appended else 0):
             return None
         for beginning, own in self.parts.items():
             if part.startswith(beginning):
-                return None if own is None else (layer, own + part.removeprefix(beginning))
-        return layer, BLOCK + part
+                return None if own is None else own + part.removeprefix(beginning)
+        return BLOCK + part
 
 
 _SAME = {part: part for part in ("enorm.", "hnorm.", "eh_proj.")}
@@ -103,20 +95,12 @@ _QWEN = Layout(
         "norm.": "norm.",
         "embed_tokens.": None,
     },
-    shared=True,
 )
 LAYOUTS = (
     _DEEPSEEK,
     _QWEN,
     Layout(
         "MiMo", re.compile(r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<part>.+)"), _LAYERNORMS, hidden_first=True
-    ),
-    Layout(
-        "MiMo-V2",
-        re.compile(r"model\.mtp\.layers\.(?P<layer>\d+)\.(?P<part>.+)"),
-        {**_SAME, "final_layernorm.": "norm.", "pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm."},
-        kind="sliding_attention",
-        chained=False,
     ),
     Layout(
         "Ernie 4.5",
@@ -138,20 +122,18 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class MtpTensors:
-    """The tensors of the MTP layers in a folder.
+    """The tensors of the first MTP layer in a folder, the only one that drafts.
 
     Attributes:
         layout: How they are named.
-        layers: Number of MTP layers.
-        places: The layer of each tensor and its name in ``MtpLayer``, by its name in the file.
+        places: The name of each tensor in ``MtpLayer``, by its name in the file.
         files: The file of each tensor.
         weights: Number of their weights.
         plain: Whether none of them is quantized.
     """
 
     layout: Layout
-    layers: int
-    places: Mapping[str, tuple[int, str]]
+    places: Mapping[str, str]
     files: Mapping[str, Path]
     weights: int
     plain: bool
@@ -188,13 +170,11 @@ def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
 def mtp_tensors_in(headers: Mapping[str, Header], target_layers: int) -> MtpTensors | None:
     """Return the tensors of MTP layers among those of a checkpoint; ``None`` if there are none."""
     for layout in LAYOUTS:
-        placed = ((name, layout.place(name, target_layers)) for name in headers)
-        places = {name: place for name, place in placed if place is not None}
-        layers = 1 + max((layer for layer, _ in places.values()), default=-1)
-        if layers and {(0, name) for name in JOINED} <= {*places.values()}:
+        named = ((name, layout.own_name(name, target_layers)) for name in headers)
+        places = {name: own for name, own in named if own is not None}
+        if {*JOINED} <= {*places.values()}:
             return MtpTensors(
                 layout,
-                layers,
                 places,
                 files={name: headers[name].path for name in places},
                 weights=sum(math.prod(headers[name].shape) for name in places),

@@ -77,31 +77,12 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     parts = []
     for given, span in zip(inputs, spans, strict=True):
         keys, values = given.caches[layer].update(key[:, :, span.rows], value[:, :, span.rows])
-        own = query.to(keys.dtype)
-        if sinks is None:
-            out = span.attend(own, keys, values, None)
-        else:
-            out = _attend_with_sinks(own[:, :, span.rows], keys, values, span, sinks)
-        parts.append(out.to(query.dtype))
+        parts.append(span.attend(query.to(keys.dtype), keys, values, None).to(query.dtype))
     return concat(parts, dim=1)
-
-
-def _attend_with_sinks(query: Tensor, keys: Tensor, values: Tensor, span: Span, sinks: Tensor) -> Tensor:
-    """Let each head's sink take part in the softmax; it has no value (OpenAI 2025, arXiv 2508.10925)."""
-    groups, past = query.shape[1] // keys.shape[1], keys.shape[2] - query.shape[2]
-    scores = query @ keys.repeat_interleave(groups, dim=1).mT * query.shape[-1] ** -0.5
-    mask = span.mask
-    if mask is None:
-        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril_(past)
-        mask = mask.triu_(past - span.window + 1) if span.window else mask
-    sink = sinks[:, None, None].to(scores.dtype).expand(1, -1, query.shape[2], 1)
-    weights = torch.cat((scores.masked_fill(~mask, float("-inf")), sink), dim=-1).softmax(-1)[..., :-1]
-    return (weights @ values.repeat_interleave(groups, dim=1)).transpose(1, 2)
 
 
 def _spans(inputs: Sequence[HeadInput], window: int | None) -> list[Span]:

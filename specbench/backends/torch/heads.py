@@ -16,10 +16,9 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-Attend: TypeAlias = Callable[..., Tensor]
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Computes attention, [batch, tokens, heads, size], from queries, [batch, heads, tokens, size], and keys and values,
-[batch, key/value heads, tokens, size], of these tokens. Attention sinks are the argument ``sinks``, [heads].
-"""
+[batch, key/value heads, tokens, size], of these tokens."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, OfTarget
-from specbench.backends.torch.mtp import MtpLayers, MtpScorer, build_mtp_layers
+from specbench.backends.torch.head_scorers import EagleScorer
+from specbench.backends.torch.mtp import build_mtp_layer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
@@ -69,55 +69,35 @@ def _read(files: HeadFiles, target_layers: int) -> Tensors:
     return {name: weights[name][...] for name in (*found.places, "d2t", "t2d") if name in weights}
 
 
-def _scorer(module: Any, target: OfTarget) -> HeadScorer:
-    return (MtpScorer if isinstance(module, MtpLayers) else EagleScorer)(module, target)
-
-
-@register("mtp", _scorer, read=_read, convert=without_maps)
+@register("mtp", EagleScorer, read=_read, convert=without_maps)
 def _module(head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> nn.Module:
-    """Make one MTP layer or several; the tensors have the names that their files give them."""
+    """Make an MTP layer; the tensors have the names that their files give them."""
     found = _tensors_of(head.files, text_config(target).num_hidden_layers)
-    parts = [_part(head, layer, found) for layer in range(found.layers)]
-    blocks = [
-        {name.removeprefix(BLOCK): part.pop(name) for name in [*part] if name.startswith(BLOCK)}
-        for part in parts
-    ]
+    part = {found.places[name]: tensor for name, tensor in head.tensors.items()}
+    block = {name.removeprefix(BLOCK): part.pop(name) for name in [*part] if name.startswith(BLOCK)}
     try:
         with quiet_transformers():
-            layers = build_mtp_layers(
+            layer = build_mtp_layer(
                 _config(head.files, target),
-                blocks,
-                final_norm="norm.weight" in parts[0],
+                block,
+                final_norm="norm.weight" in part,
                 hidden_first=found.layout.hidden_first,
-                kind=found.layout.kind,
             )
     except Exception as error:  # what configurations, converters and shapes raise in there
         reason = excerpt(error).rstrip(".")
         raise UsageError(f"The MTP layer of {head.name} cannot be used: {reason}.", _OTHER) from error
-    shared = None
-    for layer, part in zip(layers, parts, strict=True):
-        vocab, width = layer.lm_head.weight.shape
-        drafted = vocab if head.target_tokens is None else len(head.target_tokens)
-        layer.lm_head = nn.Linear(width, drafted, bias=False, device="meta")
-        if "lm_head.weight" not in part:
-            layer.lm_head = shared = shared or layer.lm_head
-            part["lm_head.weight"] = head.rows(own_head, vocab)
-        part |= {f"{BLOCK}{name}": tensor for name, tensor in layer.layers[0].state_dict().items()}
-        head.fill(layer, part)
-    return layers[0] if len(layers) == 1 else MtpLayers(layers, chained=found.layout.chained)
-
-
-def _part(head: TrainedHead, layer: int, found: MtpTensors) -> dict[str, torch.Tensor]:
-    """Return the tensors of a layer, by their names in ``MtpLayer``."""
-    placed = ((found.places[name], tensor) for name, tensor in head.tensors.items())
-    part = {own: tensor for (number, own), tensor in placed if number == layer}
-    if not layer or not found.layout.shared:
-        return part
-    return {name: own for name, own in _part(head, 0, found).items() if not name.startswith(BLOCK)} | part
+    vocab, width = layer.lm_head.weight.shape
+    drafted = vocab if head.target_tokens is None else len(head.target_tokens)
+    layer.lm_head = nn.Linear(width, drafted, bias=False, device="meta")
+    if "lm_head.weight" not in part:
+        part["lm_head.weight"] = head.rows(own_head, vocab)
+    part |= {f"{BLOCK}{name}": tensor for name, tensor in layer.layers[0].state_dict().items()}
+    head.fill(layer, part)
+    return layer
 
 
 def _config(files: HeadFiles, target: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the layers: the target's, unless they are of another class."""
+    """Return the configuration of the layer: the target's, unless it is of another class."""
     settings = files.layer_settings
     named = settings.get("model_type")
     if named in (None, text_config(target).model_type) or named not in CONFIG_MAPPING:
