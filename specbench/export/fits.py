@@ -158,10 +158,10 @@ def fit_of(target: ModelFacts, drafter: SmallModel) -> Fit:
 
 
 def _examine_mtp(fit: Fit, target: ModelFacts) -> None:
-    fit.title = "MTP layers of the target's checkpoint"
+    fit.title = "MTP layer of the target's checkpoint"
     found = mtp_tensors_in(target.headers, target.size("num_hidden_layers"))
     if found is not None:
-        fit.rows.append(("layers", f"{found.layers}, with {found.weights / 1e6:,.0f} million weights"))
+        fit.rows.append(("weights", f"{found.weights / 1e6:,.0f} million"))
     elif target.headers:
         families = ", ".join(layout.families for layout in LAYOUTS)
         fit.faults.append(f"The checkpoint of {target.name} has no MTP layer in a known layout ({families}).")
