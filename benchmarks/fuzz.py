@@ -488,7 +488,7 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
             for _, _ in zip(range(r.randrange(3)), abandoned, strict=False):
                 pass
         stops = () if stop is None else (stop,)
-        last = decode(target, drafter, case, prompt, new, stop=stops, after=last)
+        last = decode(target, drafter, case, prompt, new, stop=stops)
         result = last.result()
         found = list(result.token_ids)
         seen.tokens += len(found)

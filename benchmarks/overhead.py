@@ -81,7 +81,7 @@ class TableScorer:
     def cached_len(self) -> int:
         return self.cache.length
 
-    def begin(self, cached_tokens: int = 0) -> None:  # noqa: ARG002
+    def begin(self) -> None:
         self.cache.reset()
 
     def reserve(self, asked: ForwardRequest) -> bool:  # noqa: ARG002

@@ -20,7 +20,7 @@ CHANCES = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.01, 0.01)
 class Recycle(CandidateDrafter):
     likely: dict[int, list[int]]
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
         self.likely = {}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
 
 from specbench.base.errors import UsageError
@@ -18,7 +16,6 @@ from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.schedule import loaded_of
 from specbench.decoding.stops import StopRules, TextStream
-from specbench.decoding.thinking import ThinkingSplit
 from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.several import SeveralDrafters
@@ -166,12 +163,7 @@ class GenerationRun:
     When another generation begins on the same target or drafter, this one cannot continue and raises a
     ``UsageError``.
 
-    Args: those of ``speculative_generate``, with the prompt as token ids, and
-        after: The previous generation on this target and drafter. The tokens that both contexts begin with stay in
-            the KV caches if these can be rolled back that far. The output does not depend on it.
-
-    Attributes:
-        cached_tokens: Number of prompt tokens taken from the caches; known from the first record on.
+    Args: those of ``speculative_generate``, with the prompt as token ids.
 
     Examples:
         >>> prompt = encode_prompt(target.tokenizer, "Hi")
@@ -194,7 +186,6 @@ class GenerationRun:
         seed: int = 0,
         decoding: DecodingOptions | None = None,
         trace: bool = False,
-        after: GenerationRun | None = None,
         **options: Unpack[DecodingKeywords],
     ) -> None:
         decoding = (decoding or DecodingOptions()).with_changes(**options)
@@ -224,33 +215,7 @@ class GenerationRun:
             "trace": trace,
         }
         self.most_tokens = len(prompt) + decoding.max_new_tokens
-        self.cached_tokens = 0
-        # The epochs of target and drafter while they hold its context.
-        self._begun: tuple[object, object] | None = None
-        self._after = after
         self._records: Iterator[Prefill | Step] | None = None
-
-    def _start(self) -> Iterator[Prefill | Step]:
-        scorer, drafter, after = self.target.scorer, self.drafter, self._after
-        if after is not None and after.target is self.target and after.drafter is drafter:
-            self.cached_tokens = after._common_with(self.prompt)
-        self._after = None  # or a conversation would keep all its turns
-        return decode_steps(
-            replace(self.request, cached_tokens=self.cached_tokens), clock_for(str(scorer.device))
-        )
-
-    def _common_with(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens of a new prompt are in the caches; at least one token is left for the next forward.
-
-        It is 0 if a cache cannot be rolled back, and with a head, which needs the target's states of all tokens.
-        """
-        scorer, drafter = self.target.scorer, self.drafter
-        if self._begun != (scorer.epoch, drafter.epoch) or drafter.traits.layers:
-            return 0
-        cached = [*self.prompt, *self._tokens()][: scorer.cached_len]
-        pairs = zip(cached, prompt[:-1], strict=False)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return scorer.cache.most_kept(common)
 
     @property
     def request(self) -> Request:
@@ -278,17 +243,8 @@ class GenerationRun:
 
     def __iter__(self) -> Iterator[Prefill | Step]:
         if self._records is None:
-            self._records = self._start()
-        while True:
-            try:
-                record = next(self._records, None)
-            except BaseException:
-                self._begun = None  # an interrupted pass leaves the caches in any state
-                raise
-            if record is None:
-                return
-            if self._prefill is None:
-                self._begun = self.target.scorer.epoch, self.drafter.epoch
+            self._records = decode_steps(self.request, clock_for(str(self.target.scorer.device)))
+        for record in self._records:
             self.take(record)
             yield record
 
@@ -302,19 +258,6 @@ class GenerationRun:
         """Return a stream that turns generated tokens into text, with any labels; ``None`` without a tokenizer."""
         tokenizer = self.target.tokenizer
         return None if tokenizer is None else TextStream(tokenizer, self.decoding.stop)
-
-    def answer(self) -> str:
-        """Return the text so far without the thinking before the answer; empty without a tokenizer."""
-        stream, tokenizer = self.text_stream(), self.target.tokenizer
-        if stream is None or tokenizer is None:
-            return ""
-        split = ThinkingSplit(tokenizer, self.prompt)
-        last = self._steps[-1] if self._steps else self._prefill
-        shown = shown_tokens(self._tokens(), None if last is None else last.finish_reason)
-        labeled = [each for token in shown for each in split.push(token)] + split.finish()
-        pieces = [piece for token, part in labeled for piece in stream.push(token, part)]
-        pieces += stream.finish("thinking" if split.thinks else "answer")
-        return "".join(text for part, text in pieces if part == "answer").lstrip()
 
     def result(self) -> Generation:
         """Return the output so far; ``finish_reason`` is ``None`` until the end."""

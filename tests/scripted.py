@@ -87,7 +87,7 @@ class ScriptedScorer:
     def reserve(self, asked: ForwardRequest) -> bool:
         return True
 
-    def begin(self, cached_tokens: int = 0) -> None:
+    def begin(self) -> None:
         self.epoch += 1
         self.cache.reset()
 

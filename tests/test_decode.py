@@ -50,7 +50,7 @@ class FixedDraft(Drafter):
         self.tokens, self.start = list(tokens), start
         self.commits: list[tuple[int, int, int]] = []
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         self.commits.clear()
 
     def propose(self, context, plan) -> Decoding[Draft]:

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "specbench"
 
 FOLDERS = [
     "_version", "base", "specs", "options", "recipe", "rows", "config", "decoding", "policies", "kernels", "backends",
-    "drafters", "models", "generate", "loaded", "generate_many,conversation", "results", "findings", "servers", "bench",
+    "drafters", "models", "generate", "loaded", "generate_many", "results", "findings", "servers", "bench",
     "show", "check", "doctor", "export", "predict", "experiment", "started", "sweeps", "tune", "train", "serve",
     "cli", "__main__",
 ]  # fmt: skip

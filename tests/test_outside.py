@@ -61,7 +61,7 @@ WRONG = {
 }  # fmt: skip
 """Bodies of methods, and a part of what is said of them."""
 TAKEN = {
-    "guess": "context, drafted, sampling", "begin": "prompt, cached_tokens=0", "take_in": "context, first",
+    "guess": "context, drafted, sampling", "begin": "prompt", "take_in": "context, first",
     "update": "outcome", "candidates": "context, drafted", "__init__": "name, target",
 }  # fmt: skip
 

@@ -231,28 +231,6 @@ def test_drafts_in_the_first_pass_of_a_batch_are_no_part_of_the_prompt():
     assert [list(output.token_ids) for output in results] == expected
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "lfm2"])
-def test_conversations_read_what_is_new(kind):
-    model, expected = built(kind)
-    target = wrap_target(model, name="tiny", pack=False)
-    drafter = load_drafter("lookup", target)
-    options = {"max_new_tokens": 12, "ignore_eos": True}
-    turns = (
-        ([*IDS, *expected[:12], 5, 9], len(IDS) + 11),  # the end of the last turn is always kept
-        ([*IDS, *expected[:4], 7, 7, 7], 0),
-    )
-    for prompt, kept in turns:
-        first = GenerationRun(IDS, target, drafter, **options)
-        list(first)
-        assert list(first.result().token_ids) == expected[:12]
-        second = GenerationRun(prompt, target, drafter, after=first, **options)
-        list(second)
-        assert second.cached_tokens == kept
-        alone = GenerationRun(prompt, wrap_target(model, name="tiny", pack=False), None, **options)
-        list(alone)
-        assert second.result().token_ids == alone.result().token_ids
-
-
 def test_what_is_no_longer_kept_is_read_again():
     model, expected = built("qwen3_next")
     scorer = Scorer(model)

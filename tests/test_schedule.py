@@ -90,7 +90,7 @@ class Member(ScriptedScorer):
         self.room.reserved[self.cache] = wanted
         return True
 
-    def begin(self, cached_tokens: int = 0) -> None:
+    def begin(self) -> None:
         super().begin()
         self.room.reserved.pop(self.cache, None)
 

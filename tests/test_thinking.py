@@ -13,7 +13,6 @@ from test_serve import Running
 from tiny import SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import UsageError
-from specbench.conversation import Conversation
 from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.protocols import NoDraft
 from specbench.decoding.sampling import Sampling
@@ -223,24 +222,6 @@ def test_a_switch_reaches_the_prompt_and_an_unknown_one_is_refused(generate):
     refused = generate("Hi", "--template-option", "reasoning_effort=low")
     assert refused.code == 2
     assert "enable_thinking" in refused.err
-
-
-def test_a_conversation_keeps_answers_without_their_thinking(thinker, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "specbench.conversation.encode_messages",
-        lambda tokenizer, messages, **more: seen.append(messages) or tokenizer("x")["input_ids"],
-    )
-    target = load_target(str(thinker), LoadOptions(dtype="float32"))
-    decoding, told = DecodingOptions(max_new_tokens=40, format=SAYS), TemplateOptions(thinking=False)
-    conversation = Conversation(target, decoding=decoding, template=told)
-    for text in ("Hi", "And?"):
-        run = conversation.ask(text)
-        assert len(list(run)) > 6
-        conversation.add(text, run.answer())
-    said = seen[1][1]["content"]
-    assert seen[1][1]["role"] == "assistant"
-    assert len(said) == 6
 
 
 def serving(folder: Path) -> Running:

@@ -22,7 +22,6 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import to_dict
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.cache import cache
-from specbench.cli.chat import chat
 from specbench.cli.check import check
 from specbench.cli.compare import compare
 from specbench.cli.console import say
@@ -94,11 +93,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-CONFIGURED = (generate, chat, serve, sweep, check)
+CONFIGURED = (generate, serve, sweep, check)
 """Commands that read a `specbench.toml`."""
 
 for _command in (
-    *(generate, chat, serve, drafters, train, predict, tune, sweep),
+    *(generate, serve, drafters, train, predict, tune, sweep),
     *(plot, report, compare, export, check, doctor, trace, cache),
 ):
     app.command(cls=GroupedCommand)(unfolded(_command, configured=_command in CONFIGURED))

@@ -24,7 +24,6 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         'specbench generate --compare --target org/big --drafter org/small "Write a quicksort."',
         'specbench generate --debug -n 32 "Count to ten."',
     ),
-    "chat": ("specbench chat", "specbench chat --target org/big --drafter org/small"),
     "serve": ("specbench serve", "specbench serve --target org/big --drafter org/small --batch 4"),
     "train": (
         "specbench train --out head --kind medusa --tokens 200000",

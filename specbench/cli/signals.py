@@ -30,11 +30,6 @@ def interrupted() -> bool:
     return bool(_received)
 
 
-def terminated() -> bool:
-    """Return whether SIGTERM interrupted the program."""
-    return signal.SIGTERM in _received
-
-
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - what a handler is called with
     _received.append(number)
     raise KeyboardInterrupt

@@ -7,7 +7,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.textsafe import counted, terminal_safe, tokens_text, visible
-from specbench.decoding.metrics import acceptance_rate, time_split, tokens_per_second, tokens_per_step
+from specbench.decoding.metrics import acceptance_rate, tokens_per_step
 from specbench.decoding.records import PARTS
 
 if TYPE_CHECKING:
@@ -245,21 +245,6 @@ def _difference(difference: Mapping[str, Any]) -> str:
         f"differ from plain decoding's at {difference['position']}, {ours} against {plain}, with logits"
         f" {difference['gap']:.3g} apart ({units}): {verdict}"
     )
-
-
-def show_answer(answer: Generation, *, kept: int, stopped: bool) -> None:
-    """Print a line about one answer of a conversation; ``kept`` tokens of its prompt were in the KV cache."""
-    speed = tokens_per_second(answer.prefill, answer.steps)
-    ttft, _ = time_split(answer.prefill, answer.steps)
-    parts = [tokens_text(len(answer.token_ids), len(answer.steps), tokens_per_step(answer.steps))]
-    parts += [f"{speed:.1f} tokens/s"] if speed else []
-    parts += [f"the first after {ttft:.2f} s", *_accepted(answer.steps)]
-    parts += [f"{kept} of {answer.prompt_tokens} prompt tokens in the KV cache"] if kept else []
-    if stopped or answer.finish_reason in ("length", "context-limit"):
-        parts.append("stopped" if stopped else _ENDS[answer.finish_reason])
-    console = _console()
-    _line(console, "speed", ", ".join(parts))
-    console.print()
 
 
 def show_many(

@@ -106,7 +106,7 @@ def _observe(request: Request, record: Prefill | Step) -> None:
         request.policy.observe(record.unforced)
         return
     unread, prior = request.drafter.unread(request.prompt), request.drafter.traits.prior
-    token_s = record.time_s / (record.prompt_tokens - request.cached_tokens)
+    token_s = record.time_s / record.prompt_tokens
     request.policy.begin(NewPrompt(unread, token_s, prior))
 
 

@@ -251,12 +251,8 @@ class Scorer(Protocol):
     def cached_len(self) -> int:
         """How many tokens at the start of the context are in the cache."""
 
-    def begin(self, cached_tokens: int = 0) -> None:
-        """Start a new context.
-
-        Args:
-            cached_tokens: How many tokens at the start are those of the last context; they may stay in the cache.
-        """
+    def begin(self) -> None:
+        """Start a new context."""
 
     def reserve(self, request: ForwardRequest, /) -> bool:
         """Reserve memory for a forward pass. If another request has cached the same prefix, ``cached_len`` may grow.
@@ -383,13 +379,8 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
-        """Start a new prompt and forget the last one, except for what it is set to keep. It reads the prompt later.
-
-        Args:
-            prompt: Token ids.
-            cached_tokens: How many tokens at the start are those of the last context; they may stay in its cache.
-        """
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new prompt and forget the last one, except for what it is set to keep. It reads the prompt later."""
 
     def unread(self, prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt that has begun its model has to read before it can draft."""

@@ -31,8 +31,6 @@ class Request:
         first_target: Whether the target reads the prompt and emits the first token before anything is drafted. If not,
             the ``Prefill`` is empty, and the target reads the prompt in the first step, together with its draft.
         trace: Whether q, p, r and the verdict of every drafted token are recorded.
-        cached_tokens: How many tokens at the start of the prompt are in the caches of target and drafter already, from
-            their previous context; fewer than all.
 
     Raises:
         UsageError: The prompt is empty or longer than the target's context, ``max_new_tokens`` is below 1, or its parts
@@ -49,7 +47,6 @@ class Request:
     stops: StopRules = field(default_factory=StopRules)
     first_target: bool = True
     trace: bool = False
-    cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -113,8 +110,8 @@ class Request:
 
     def begin(self) -> tuple[object, object]:
         """Begin the context of target and drafter; return their epochs, which change with the next context."""
-        self.target.begin(self.cached_tokens)
-        self.drafter.begin(self.prompt, self.cached_tokens)
+        self.target.begin()
+        self.drafter.begin(self.prompt)
         return self.target.epoch, self.drafter.epoch
 
     def check_epochs(self, begun: tuple[object, object]) -> None:

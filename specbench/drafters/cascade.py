@@ -47,9 +47,9 @@ class CascadeDrafter(Drafter):
     def fork(self, scorer_like: ScorerLike) -> CascadeDrafter:
         return CascadeDrafter(self.free.fork(scorer_like), self.model.fork(scorer_like))
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
-        self.free.begin(prompt, cached_tokens)
-        self.model.begin(prompt, cached_tokens)
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.free.begin(prompt)
+        self.model.begin(prompt)
         self._model_was_used = False
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:

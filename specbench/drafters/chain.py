@@ -243,9 +243,9 @@ class ChainDrafter(Drafter):
         fork._distributions = torch.empty(0, 0)
         return fork
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         self._forget_prompt()
-        self.scorer.begin(cached_tokens)
+        self.scorer.begin()
 
     def _forget_prompt(self) -> None:
         self._has_read = False

@@ -78,7 +78,7 @@ class FreeDrafter(Drafter):
     def fork(self, scorer_like: ScorerLike) -> FreeDrafter:
         return type(self)(self.spec, self.target)
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         self._epoch += 1
         self._read = 0
 

@@ -31,7 +31,7 @@ class GrammarDrafter(FreeDrafter):
         self.rest = None if spec.rest is None else make_free(spec.rest, target)
         self.longest = None if self.rest is None else self.rest.longest
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
         if self.rest is not None:
             self.rest.begin(prompt)

@@ -40,7 +40,7 @@ class LookupDrafter(FreeDrafter):
         # A copy in progress: the place that it goes on at, the token before it, its source, and its match so far.
         self._copying: tuple[int, int, int, int] | None = None
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
         self._after.clear()
         self._earlier.clear()

@@ -120,8 +120,8 @@ class SelfDrafter(ModelDrafter):
     Its keys and values are removed before the target verifies, so that the target reads only its own.
     """
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
-        """Start a new prompt; the target has emptied the shared cache, or rolled it back."""
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new prompt; the target has emptied the shared cache."""
         self._forget_prompt()
 
     def unread(self, prompt: Sequence[int]) -> int:

@@ -38,7 +38,7 @@ class NGramDrafter(FreeDrafter):
         self._vocabulary: int | None = None
         self._device = torch.device("cpu")
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
         if not self.spec.keep:
             self._continuations.clear()

@@ -96,10 +96,10 @@ class _Checked(FreeDrafter):
             _require(own, "fork returns no new drafter of its class: type(self)(self.spec, self.target)")
         return fork
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         before, self._context = self.epoch, tuple(prompt)
         with self._told("begin"):
-            super().begin(self._context, cached_tokens)
+            super().begin(self._context)
             _require(self.epoch != before, "begin does not call super().begin(prompt)")
 
     def take_in(self, context: Sequence[int], first: int) -> None:

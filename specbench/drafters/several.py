@@ -34,9 +34,9 @@ class SeveralDrafters(Drafter):
     def fork(self, scorer_like: ScorerLike) -> SeveralDrafters:
         return SeveralDrafters([drafter.fork(scorer_like) for drafter in self.drafters])
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         for drafter in self.drafters:
-            drafter.begin(prompt, cached_tokens)
+            drafter.begin(prompt)
         self._chains = []
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:

@@ -145,7 +145,7 @@ class SuffixDrafter(CandidateDrafter):
         self._past = SuffixTrie(self.spec.n)
         self._output: list[int] = []
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
         self._trie = SuffixTrie(self.spec.n)
         if self._output:

@@ -94,8 +94,7 @@ class TranslatingDrafter(ChainDrafter):
         self._fed: list[int] = []  # what the cache holds the beginning of
         self._agreed = 0  # so many of these were settled
 
-    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
-        """Read it all: ``cached_tokens`` counts the target's tokens."""
+    def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
         self._forget()
 

@@ -263,7 +263,7 @@ class _KnownPasses:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scorer, name)
 
-    def begin(self, cached_tokens: int = 0) -> None:  # noqa: ARG002
+    def begin(self) -> None:
         self.cached_len = 0
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002

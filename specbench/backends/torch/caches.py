@@ -31,7 +31,7 @@ from specbench.backends.torch.cache_layers import (
     gather,
     zero_nonfinite,
 )
-from specbench.backends.torch.recurrent import bounds_prompts, cache_argument, is_recurrent
+from specbench.backends.torch.recurrent import cache_argument, is_recurrent
 from specbench.backends.torch.recurrent_cache import RecurrentCache, running
 from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
@@ -143,10 +143,6 @@ class KVCache:
         """Note that a forward pass has just been made."""
         if self.recurrent is not None:
             self.recurrent.end_forward()
-
-    def most_kept(self, length: int) -> int:
-        """Return how many of the first ``length`` tokens stay in the cache if another context begins with them."""
-        return min(length, self.length) if self.takes_trees else 0
 
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens. Rolling back to 0 is ``reset``."""
@@ -282,12 +278,6 @@ class BufferedKVCache(KVCache):
         for layer in self.held.layers:
             if type(layer) is PreallocatedLayer:
                 layer.expected = self.length + tokens
-
-    def most_kept(self, length: int) -> int:
-        if self.recurrent is None:
-            return super().most_kept(length)
-        slides = any(getattr(layer, "is_sliding", False) for layer in self.held.layers)
-        return 0 if slides or bounds_prompts(self._config) else self.recurrent.most_kept(length)
 
     def _cut(self, length: int) -> None:
         for layer in self.held.layers:

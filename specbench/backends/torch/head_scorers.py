@@ -109,7 +109,7 @@ class HeadScorer:
         clone._reset()
         return clone
 
-    def begin(self, cached_tokens: int = 0) -> None:
+    def begin(self) -> None:
         """Start a new context; nothing is kept of the last one."""
         self.epoch += 1
         for cache in self._caches:

@@ -182,13 +182,10 @@ class Scorer:
         """Whether a long context may be read in several forward passes."""
         return self.cache.reads_in_parts
 
-    def begin(self, cached_tokens: int = 0) -> None:
+    def begin(self) -> None:
         """Start a new context, see ``decoding.protocols.Scorer``. The model must not change before the next one."""
         self.epoch += 1
-        if cached_tokens and self.cache.most_kept(cached_tokens):
-            self.rollback(cached_tokens)
-        else:
-            self.cache.reset()
+        self.cache.reset()
 
     @cached_property
     def rounding(self) -> torch.dtype:
