@@ -16,8 +16,7 @@ from specbench.base.errors import UsageError
 from specbench.bench.contexts import fitting, load_context_text, text_name
 from specbench.bench.grid import Sweep, SweepOptions, check_batches, check_contexts, left_out, server_rows
 from specbench.bench.manifest import describe_models, describe_run, open_run
-from specbench.bench.prompts import interleave, shuffled
-from specbench.bench.suites import SUITES, choose_prompts
+from specbench.bench.prompts import interleave, load_prompts, shuffled
 from specbench.models.find import require_models
 from specbench.results.store import RunStore, stored_runs
 from specbench.specs.models import parse_model
@@ -167,7 +166,7 @@ class Experiment:
     Attributes:
         systems: What decodes.
         options: Conditions, draft policies, repeats and everything else that ``run.json`` has.
-        prompts: Names of sets, benchmarks or files; empty for all sets.
+        prompts: Names of sets or files; empty for all sets.
         limit: Number of prompts; ``None`` for all, or 12 if no set is named.
         tuned: Whether it is a search, which takes all prompts in turn from their categories, and may not grow.
     """
@@ -204,7 +203,7 @@ def opened(
     from specbench.bench.session import Session
 
     options = experiment.options
-    prompts, suites = _prompts(experiment, progress)
+    prompts = _prompts(experiment)
     text = load_context_text() if options.contexts else None
     if text is not None:
         options = replace(options, context_text=text_name(text))
@@ -212,7 +211,7 @@ def opened(
     with experiment.systems.opened(options, folder_of, progress) as ready:
         engine, options = ready.engine, ready.options
         prompts, more = fitting(prompts, options.contexts, engine.count_tokens)
-        sweep = Sweep(options, prompts, tuple(ready.rows), ready.together, text, suites)
+        sweep = Sweep(options, prompts, tuple(ready.rows), ready.together, text)
         named = [Path(name).name for name in experiment.prompts or ("all",)]
         sources = {**ready.sources, "prompts": named, "limit": _limit(experiment)}
         sources |= {"tune": True} if experiment.tuned else {}
@@ -223,26 +222,23 @@ def opened(
             yield Session(sweep, store, engine, notes=[*ready.notes, *more])
 
 
-def _prompts(experiment: Experiment, progress: Progress | None) -> tuple[tuple[Prompt, ...], tuple[Any, ...]]:
-    """Return the prompts, in an order in which an experiment can end early, and the benchmarks that they are from."""
+def _prompts(experiment: Experiment) -> tuple[Prompt, ...]:
+    """Return the prompts, in an order in which an experiment can end early."""
     options = experiment.options
-    found, suites = choose_prompts(
-        experiment.prompts or ("all",), _limit(experiment), seed=options.seed, progress=progress
-    )
+    found = load_prompts(experiment.prompts or ("all",), _limit(experiment))
     if options.until is not None:  # the first ones have to stand for all
         found = interleave(shuffled(found, options.seed))
     elif experiment.tuned:
         found = interleave(found)
     check_batches(options, len(found))
-    return tuple(found), tuple(suites)
+    return tuple(found)
 
 
 def _limit(experiment: Experiment) -> int | None:
-    options, named = experiment.options, experiment.prompts
-    if experiment.limit is not None or experiment.tuned or options.until is not None:
+    options = experiment.options
+    if experiment.limit is not None or experiment.tuned or options.until is not None or experiment.prompts:
         return experiment.limit
-    few = not named or not SUITES.keys().isdisjoint(named)
-    return max(_LIMIT, _GROUPS * max(options.batches, default=1)) if few else None
+    return max(_LIMIT, _GROUPS * max(options.batches, default=1))
 
 
 def run_folder(out: Path | None, target: str, *, resume: bool, tuned: bool = False) -> Path:

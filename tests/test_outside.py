@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,8 +150,6 @@ def test_every_other_command_takes_it(run, cli, folder, monkeypatch):
     assert str(folder) not in stored
     assert run("sweep", *mine, *few, *grid, "--resume").code == 0
     assert cli("plot", "run", "--out", "figures").code == 0
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the thing\n")))
-    assert run("chat", *mine).code == 0
 
 
 @pytest.mark.parametrize("wrong", WRONG)

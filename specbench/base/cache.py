@@ -17,13 +17,11 @@ from specbench.base.files import file_errors
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 
 LAYERS_FOLDER = "layers"
-SUITES_FOLDER = "suites"
 
 KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
     LAYERS_FOLDER: "packed and quantized layers, for quicker starts",
     "texts": "what targets have written to train heads on",
-    SUITES_FOLDER: "prompts of public benchmarks",
 }
 MANIFEST = "manifest.json"
 _LONGEST = 1 << 24  # bytes of a header

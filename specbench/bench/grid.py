@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 from specbench.base.errors import UsageError
 from specbench.options import NO_OPTIONS, DecodingOptions, TemplateOptions
 from specbench.results.lines import Key
-from specbench.results.run import StoredSuite
 from specbench.rows import Condition, LoadedName, OtherLibrary, Row, Server
 from specbench.specs.policies import Fixed, PolicySpec
 from specbench.specs.sweeps import Arrivals, Closed, Until
@@ -298,7 +297,6 @@ class Sweep:
         text: The text in front of prompts; ``None`` without contexts.
         together: Number of drafters whose configurations can be measured in turn; ``None`` for all. With fewer, each
             repeat goes over all prompts for some of them, then for the next ones, and every second repeat back.
-        suites: Public benchmarks that prompts are from.
     """
 
     options: SweepOptions
@@ -306,7 +304,6 @@ class Sweep:
     configs: tuple[Row, ...]
     together: int | None = None
     text: str | None = None
-    suites: tuple[StoredSuite, ...] = ()
 
     def plan(self) -> list[Cell]:
         """Return everything to measure, in order; the same sweep has the same plan.

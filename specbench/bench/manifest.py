@@ -61,7 +61,6 @@ def describe_run(
             )
             for prompt in sweep.prompts
         ],
-        suites=[*sweep.suites],
         heads=dict(heads or {}),
         seed=options.seed,
         repeats=options.repeats,

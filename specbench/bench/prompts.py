@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -236,15 +236,11 @@ def shuffled(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: random.Random(f"prompts/{seed}/{prompt.id}").random())
 
 
-def interleave(
-    prompts: Iterable[Prompt],
-    limit: int | None = None,
-    group: Callable[[Prompt], str] = lambda prompt: prompt.category,
-) -> list[Prompt]:
-    """Return the first prompt of every group (default: category), then the second ones, and so on, up to ``limit``."""
+def interleave(prompts: Iterable[Prompt], limit: int | None = None) -> list[Prompt]:
+    """Return the first prompt of every category, then the second ones, and so on, up to ``limit``."""
     grouped: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        grouped.setdefault(group(prompt), []).append(prompt)
+        grouped.setdefault(prompt.category, []).append(prompt)
     rounds = zip_longest(*grouped.values())
     return list(islice((prompt for taken in rounds for prompt in taken if prompt is not None), limit))
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from specbench.base.cache import KINDS, LAYERS_FOLDER, SUITES_FOLDER, cache_folder, cached, remove_cached
+from specbench.base.cache import KINDS, LAYERS_FOLDER, cache_folder, cached, remove_cached
 from specbench.base.textsafe import terminal_safe
 
-_NAMED, _SHOWN = ("models", LAYERS_FOLDER, SUITES_FOLDER), 8
+_NAMED, _SHOWN = ("models", LAYERS_FOLDER), 8
 """Kinds whose entries have names that mean something, and how many of them are listed."""
 _OTHER = "of another version; this one does not read it"
 

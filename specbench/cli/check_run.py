@@ -9,7 +9,7 @@ from specbench.base.errors import UsageError
 from specbench.base.files import file_errors
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted, visible
-from specbench.bench.suites import choose_prompts
+from specbench.bench.prompts import load_prompts
 from specbench.check.outputs import check_outputs, outputs_json, read_outputs
 from specbench.check.reference import prompts_that_fit, reference_output
 from specbench.check.render import check_parts, outputs_parts
@@ -45,7 +45,7 @@ def check_recipes(asked: CheckedOptions, recipes: Sequence[Recipe], notes: Seque
     rounded = quantized(base.models.dtype)
     with starting(asked.quiet) as progress:
         limit = asked.limit or CHECKED_PROMPTS
-        prompts, _ = choose_prompts(asked.prompts or ["all"], limit, progress=progress)
+        prompts = load_prompts(asked.prompts or ["all"], limit)
         for recipe in recipes:
             recipe.check()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.bench.encoding import encode_conversation
-from specbench.bench.suites import choose_prompts
+from specbench.bench.prompts import load_prompts
 from specbench.check.render import server_parts
 from specbench.check.servers import PROMPTS, TOKENS, ServerCheck, target_score
 from specbench.cli.check_options import SERVER_ANSWERS
@@ -39,7 +39,7 @@ def check_server(asked: CheckedOptions, recipe: Recipe, tokens: int | None, *, s
         )
     spec, tokens = parse_server(str(asked.server), alone=True), tokens or TOKENS
     with starting(asked.quiet) as progress:
-        prompts, _ = choose_prompts(asked.prompts or ["all"], None, progress=progress)
+        prompts = load_prompts(asked.prompts or ["all"])
         prompts = sorted(prompts, key=lambda prompt: len(prompt.turns[0]))[:PROMPTS]
         target, _ = load_models(recipe, (), progress)
         encoded = [encode_conversation(target, prompt) for prompt in prompts]

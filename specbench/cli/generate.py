@@ -67,14 +67,13 @@ def generate(
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
     from specbench.base.progress import quiet_transformers
-    from specbench.bench.prompts import read_prompt_text
-    from specbench.bench.suites import choose_prompts
+    from specbench.bench.prompts import load_prompts, read_prompt_text
     from specbench.cli.summary import show_legend, show_notes
 
     recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
     if prompts:
         recipe.check("batch")
-        several, text = choose_prompts(prompts)[0], ""
+        several, text = load_prompts(prompts), ""
     else:
         several, text = [], read_prompt_text(prompt, sys.stdin)
     paint = _paint() if show.show_accepted else None

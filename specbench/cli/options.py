@@ -121,7 +121,7 @@ def drafters_field(heading: str, help: str = f"Repeatable. {_DRAFTER}") -> Any: 
 
 def prompts_field(heading: str = PROMPT) -> Any:
     """Return the field of a group for ``--prompts`` that may be repeated."""
-    text = "Repeatable: a set, all (default), a benchmark (gsm8k) or a .jsonl file."
+    text = "Repeatable: a set, all (default), or a .jsonl file."
     return group(heading)((), "--prompts -p SET", text)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.base.errors import UsageError
 from specbench.bench.encoding import encode_conversation
 from specbench.bench.manifest import prompt_fingerprint
-from specbench.bench.suites import choose_prompts
+from specbench.bench.prompts import load_prompts
 from specbench.decoding.sampling import Sampling
 from specbench.models.tokenizers import end_of_turn
 from specbench.predict.law import Answer
@@ -94,7 +94,7 @@ def _prompts(run: Run) -> dict[str, Prompt]:
     """
     names = run.options.get("prompts") or []
     try:
-        prompts = {prompt.id: prompt for prompt in choose_prompts(names)[0]}
+        prompts = {prompt.id: prompt for prompt in load_prompts(names)}
     except UsageError as error:
         raise UsageError(
             f"A run does not hold its prompts, and those of this one are not here: {error.message}",

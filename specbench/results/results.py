@@ -231,7 +231,6 @@ def _read(folder: Path) -> Results:
         if lines:
             problems.append(f"{lines} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
     outputs = pd.DataFrame(generations, columns=[*_GENERATION_COLUMNS])
-    outputs["category"] = outputs["category"].replace(run.tasks)
     return Results(
         run,
         outputs,

@@ -77,17 +77,6 @@ class PromptInfo(Record):
     fingerprint: Annotated[str | None, doc("hash of the text")] = None
 
 
-class StoredSuite(Record):
-    """A public benchmark that prompts are from (``--prompts``)."""
-
-    name: str
-    source: Annotated[str, doc("address of its file")]
-    sha256: Annotated[str, doc("of its file")]
-    license: Annotated[str | None, doc("of the repository that it is in; `null` if not known")] = None
-    prompts: Annotated[Count, doc("in the file")] = 0
-    tasks: Annotated[dict[str, str], doc("categories that are reported as one task, with its name")] = {}
-
-
 class Mismatch(Record):
     """A greedy output that is not plain decoding's, and where they part."""
 
@@ -166,7 +155,6 @@ class Run(Record):
     target: TargetModel
     configs: list[Row]
     prompts: list[PromptInfo]
-    suites: Annotated[list[StoredSuite], doc("public benchmarks that they are from")] = []
     heads: Annotated[dict[str, TrainingMetadata], doc("by drafter")] = {}
     seed: Annotated[int | None, doc("of the options, for convenience, like the next ones")] = None
     repeats: Count = 1
@@ -187,11 +175,6 @@ class Run(Record):
     def baseline(self) -> str:
         """The name of the baseline of speedups: plain decoding, or the first of several servers."""
         return one_line(next((config.drafter for config in self.configs if config.kind == "server"), PLAIN))
-
-    @property
-    def tasks(self) -> dict[str, str]:
-        """The tasks of categories that are not tasks themselves."""
-        return {category: task for suite in self.suites for category, task in suite.tasks.items()}
 
 
 def _named(rows: Sequence[Row], name: str) -> Row | None:

@@ -21,7 +21,7 @@ from specbench.findings.review import review
 from specbench.results import stats
 from specbench.results.published import write_lengths
 from specbench.results.results import Results, load_results
-from specbench.results.run import FOREIGN, Run, StoredSuite
+from specbench.results.run import FOREIGN, Run
 from specbench.results.summary import Summary
 from specbench.show import tables
 from specbench.show.answer import Answer, answer_parts, find_answers
@@ -207,7 +207,6 @@ def _method(results: Results) -> list[tuple[str, str]]:
         "Measured": f"{counted(prompts, 'prompt')} of {counted(len(categories), 'category', 'categories')}"
         f" ({', '.join(categories)}), {counted(configs, 'configuration')}, {counted(repeats, 'repeat')}; answers of"
         f" {length}; {'greedy' if temperatures == '0' else f'temperature {temperatures}'}.",
-        "Suites": " ".join(map(_suite_text, run.suites)),
         "Side by side": f"Requests at a time: {batches}. Arrivals: {arrivals}. closed:N is a closed loop of N clients,"
         " each of which sends its next request when the last is answered, until the last measured one has ended;"
         " poisson:RATE is that many per second at random times, the same for all, with idle time skipped."
@@ -237,13 +236,6 @@ def _method(results: Results) -> list[tuple[str, str]]:
         "Definitions": "All figures with formula and pitfall: docs/metrics.md of specbench.",
     }
     return [(title, text) for title, text in said.items() if text]
-
-
-def _suite_text(suite: StoredSuite) -> str:
-    name, source, terms = (
-        one_line(each or "not known") for each in (suite.name, suite.source, suite.license)
-    )
-    return f"{name}: {suite.prompts} prompts, {source}, sha256 {one_line(suite.sha256)}, license {terms}."
 
 
 def _caches_of_servers(run: Run) -> str:
