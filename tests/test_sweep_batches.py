@@ -345,7 +345,7 @@ def test_the_answer_of_batches(falls):
     assert [each[0].config.gamma for each in lines] == [3, 1]
     assert [row.config.condition.batch for row in lines[0]] == [1, 2, 4, 8]
     (answer,) = find_answers(summary)
-    assert answer.headline.startswith("d γ=3: pays up to batch 2, ")
+    assert answer.headline.startswith("Yes, d γ=3: pays up to batch 2, ")
     assert answer.verdict == "faster"
     assert answer.command.endswith("--batch 2")
 

@@ -546,7 +546,7 @@ def test_times_are_those_of_the_stream(tmp_path):
     assert (summary["warming_low"] < 1).all()
     assert "warm-pool" not in [each.id for each in review(Summary(frame))]
     (answer,) = find_answers(Summary(frame))
-    assert re.match(r"b: (1\.9|2\.0)\d× \[.*\] over a", answer.headline)
+    assert re.match(r"Yes, b: (1\.9|2\.0)\d× \[.*\] over a", answer.headline)
 
 
 def test_a_server_that_remembers_is_told_apart(tmp_path):

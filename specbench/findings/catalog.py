@@ -161,6 +161,39 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         "warning", "{label}: {warming:.2f}× as fast with prompts that it has answered before: it drafts from what it"
         " remembers.",
         "Measure each prompt once (--repeats 1), or restart the server between repeats."),
+    # -- does speculation pay? "Yes, ", "No, " or "Not known, " and -----------------------------------
+    "pays.nothing": ("note", "nothing measured can be compared with {over}.", ""),
+    "pays.speedup": ("ok", "{name}: {speedup} over {over}.", ""),
+    "pays.best": ("ok", "the best of {count} is {name}: {speedup} over {over}.", ""),
+    "pays.categories": ("ok", "By category from {low} ({least}) to {high} ({most}).", ""),
+    "pays.total": ("ok", "Including the time to the first token: {speedup}.", ""),
+    "others.ties": ("note", "Perhaps equally fast: {names:5}.", ""),
+    "others.missing": ("note", "Not measured on all of its prompts: {names:5}.", ""),
+    "others.slower": ("ok", "No other is as fast.", ""),
+    "holds.repeats": (
+        "note", "Only one prompt was measured: the interval is over its repeats and says nothing about others.", ""),
+    "holds.little": (
+        "note", "Too few prompts or repeats for an interval: another run could give a very different result.", ""),
+    "holds.some": ("note", "It was measured on {prompts} of {of:prompt}.", ""),
+    "holds.chosen": (
+        "note", "The best of {count} on these prompts is slightly flattered: expect a little less on others.", ""),
+    "curve.nothing": (
+        "note", "no generation with drafts, or of another server, has finished in a closed loop of as many clients as"
+        " the batch, or with a given length of context.", ""),
+    "curve.unknown": (
+        "note", "{name}: too few groups of prompts for intervals; it measured most at {place}, {speedup} over {over}.",
+        ""),
+    "curve.nowhere": (
+        "note", "{name}: is not certain to pay anywhere; it measured most at {place}, {speedup} over {over}.", ""),
+    "curve.only": ("ok", "{name}: pays at {place}, the only one measured, {speedup} over {over}.", ""),
+    "curve.everywhere": ("ok", "{name}: pays everywhere up to {place}, {speedup} over {over}.", ""),
+    "curve.up-to": ("ok", "{name}: pays up to {place}, {speedup} over {over}.", ""),
+    "curve.at": ("ok", "{name}: pays at {place}, {speedup} over {over}, but not everywhere below.", ""),
+    "curve.below": ("ok", "At {place} the interval lies below 1, {speedup}.", ""),
+    "curve.holds": ("ok", "At {place} the interval reaches below 1, {speedup}.", ""),
+    "curve.most": ("ok", "It measured most at {place}, {speedup}.", ""),
+    "curve.few": ("note", "Too few groups of prompts for an interval at {place}.", ""),
+    "curve.more": ("note", "More drafters and policies are in the table: {curves}.", ""),
     # -- doctor: speculation -------------------------------------------------------------------------
     "speculation.unknown": (
         "note", "The server does not report whether it drafts.",
