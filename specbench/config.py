@@ -157,9 +157,8 @@ def _check_model(text: str) -> None:
 def _check_target(text: str) -> None:
     name, colon, _ = text.partition(":")
     _check_model(text if _PATH.search(text) else name)
-    model, options = split_options(text) if colon else (None, {})
-    adapted = model is not None and model.adapter is not None
-    if adapted or options.keys() - {"dtype"}:  # a file of others must not allow pickled weights
+    options = split_options(text)[1] if colon else {}
+    if options.keys() - {"dtype"}:  # a file of others must not allow pickled weights
         raise UsageError(f"{text!r} has other options than a dtype.", "Write MODEL or MODEL:dtype=DTYPE.")
     ModelOptions().with_options(text, options)
 

@@ -212,7 +212,7 @@ class ModelOptions:
         pairs = [("dtype", self.dtype), ("device", self.device)]
         words = [f"{name}={value}" for name, value in pairs if value != "auto"]
         words += ["allow-pickle"] * self.allow_pickle
-        return model + ("," if ":adapter=" in model else ":") * bool(words) + ",".join(words)
+        return model + ":" * bool(words) + ",".join(words)
 
     def with_options(self, target: str, options: Mapping[str, str | bool]) -> ModelOptions:
         """Return these options with those that stand behind a target.
@@ -226,7 +226,7 @@ class ModelOptions:
             if name not in ("dtype", "device", "allow_pickle"):
                 raise UsageError(
                     f"{target!r} has the option {key!r}.",
-                    "A target takes dtype=, device=, adapter= and allow-pickle.",
+                    "A target takes dtype=, device= and allow-pickle.",
                 )
             if (name == "allow_pickle") != (value is True):
                 written = "allow-pickle" if name == "allow_pickle" else f"{key}=VALUE"

@@ -31,7 +31,7 @@ from specbench.specs.drafters import (
     SmallModel,
     parse_drafter,
 )
-from specbench.specs.models import ADAPTED, ModelSpec, split_options
+from specbench.specs.models import ModelSpec, split_options
 from specbench.specs.policies import Fixed, OwnPolicy, PolicySpec, parse_policy
 
 GROUPS = {
@@ -128,8 +128,7 @@ class Recipe:
                     f"The row drafts with the program {model.name}.",
                     "Name it with --drafter, without --recipe.",
                 )
-            adapter = None if model.adapter is None else placed(model.adapter)
-            return replace(model, source=placed(model.source), adapter=adapter)
+            return replace(model, source=placed(model.source))
 
         def placed(path: str) -> str:
             if not path.startswith(f"{PLACE}/"):
@@ -275,8 +274,7 @@ def drafter_argument(drafter: DrafterSpec) -> str:
 
 
 def _model_json(model: ModelSpec) -> dict[str, Any]:
-    name, _, adapter = model.name.partition(ADAPTED)
-    return {"kind": model.kind, "name": name} | ({"adapter": adapter} if adapter else {})
+    return {"kind": model.kind, "name": model.name}
 
 
 def _hides(target: ModelSpec, model: ModelSpec) -> bool:
@@ -287,11 +285,10 @@ def _hides(target: ModelSpec, model: ModelSpec) -> bool:
 
 def _model_of(data: Mapping[str, Any]) -> ModelSpec:
     name, _, revision = data["name"].partition("@")
-    adapter = f"{PLACE}/{data['adapter']}" if data.get("adapter") else None
     if data["kind"] in ("folder", "gguf"):
         folder = _ANOTHER if data.get("another") else PLACE
-        return ModelSpec(data["kind"], f"{folder}/{data['name']}", adapter=adapter)
-    return ModelSpec(data["kind"], name, revision or None, adapter)
+        return ModelSpec(data["kind"], f"{folder}/{data['name']}")
+    return ModelSpec(data["kind"], name, revision or None)
 
 
 def _changed(group: Any) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_the_documented_one_is_read(here):
         ('target = "org/a:int3"', "other options than a dtype"),
         ('target = "org/a:dtype=int3"', "'int3' is no dtype"),
         ('target = "org/a:allow-pickle"', "other options than a dtype"),
-        ('target = "org/a:adapter=/b"', "other options than a dtype"),
+        ('target = "org/a:device=cuda"', "other options than a dtype"),
         ('target = "/models/qwen"', "is no name of a model"),
         ('target = "~/qwen"', "is no name of a model"),
         ('target = "https://example.org/qwen"', "is no name of a model"),

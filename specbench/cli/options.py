@@ -110,7 +110,7 @@ _DRAFTER = (
 _RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"
 _TARGET = (
     "--target MODEL",
-    "Hub id (org/name@rev), folder or .gguf file; with a LoRA adapter MODEL:adapter=FOLDER.",
+    "Hub id (org/name@rev), folder or .gguf file.",
 )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
-from specbench.export.setting import Setting, is_found, location, refuse_adapter
+from specbench.export.setting import Setting, is_found, location
 from specbench.models.head_files import HEAD_KINDS
 from specbench.recipe import Recipe
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
@@ -107,8 +107,6 @@ class ExportEngine(ABC):
                 f" {self.describe_drafters()}.",
                 served=bool(trained),
             )
-        for model in setting.models:
-            refuse_adapter(model)
         export = Export(needs=[*_model_needs(setting)], missing=[*self._missing(setting)])
         self.fill(setting, export)
         if head is not None and setting.head is not None:

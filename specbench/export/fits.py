@@ -271,9 +271,9 @@ def _examine_model(fit: Fit, facts: ModelFacts, target: ModelFacts) -> tuple[boo
         return False, False
     own, wanted = facts.size("vocab_size"), target.size("vocab_size")
     logits = f"{own:,} logits, where the target has {wanted:,}" if own != wanted else ""
-    theirs, ours = vocabulary(facts.files.words), vocabulary(target.files.words)
+    theirs, ours = vocabulary(facts.files.folder), vocabulary(target.files.folder)
     if ours is None or theirs is None:
-        without = " and ".join(each.name for each in (target, facts) if vocabulary(each.files.words) is None)
+        without = " and ".join(each.name for each in (target, facts) if vocabulary(each.files.folder) is None)
         fit.doubts.append(f"No tokenizer.json in {without}: nothing shows that both have the same tokens.")
         fit.faults += [f"It has {logits}, and there is no tokenizer to compare."] if logits else []
         return False, False

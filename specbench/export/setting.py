@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,15 +38,6 @@ def is_found(model: ModelSpec) -> bool:
 def stem(model: ModelSpec) -> str:
     """Return the last part of a model's name, without ``.gguf``."""
     return re.sub(r"(?i)\.gguf$", "", location(model).rstrip("/").rpartition("/")[2])
-
-
-def refuse_adapter(model: ModelSpec) -> None:
-    """Raise ``UsageError`` for a model with an adapter."""
-    if model.adapter is not None or (Path(model.source) / "adapter_config.json").is_file():
-        raise UsageError(
-            f"The model {one_line(model.name)} has a LoRA adapter, which is not exported.",
-            "Merge it into its base model with peft, and measure the merged model.",
-        )
 
 
 @dataclass(frozen=True)
@@ -86,9 +76,6 @@ class Setting:
     fixed: Setting | None = None
     instead_of: MeasuredSetting | None = None
     head: TrainingMetadata | None = None
-
-    def __post_init__(self) -> None:
-        refuse_adapter(self.target)
 
     @property
     def target(self) -> ModelSpec:

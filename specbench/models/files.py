@@ -31,7 +31,7 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
     if (folder / ADAPTER).is_file():  # transformers would apply it only where peft is installed
         raise UsageError(
             f"{name} holds an adapter ({ADAPTER}).",
-            "Name it behind its base model, from a folder of its own: BASE:adapter=FOLDER.",
+            "Merge it into its base model with peft, and name the result.",
         )
     if not path.is_file():
         hint = "A model folder holds config.json, safetensors weights and a tokenizer."

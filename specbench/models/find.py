@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from specbench.base.progress import Progress, quiet_hub
-from specbench.models.adapters import Adapter, read_adapter
 from specbench.models.files import Header, read_headers
 from specbench.models.hub import HubModel
 from specbench.specs.models import ModelSpec, parse_model
@@ -17,22 +16,13 @@ class ModelFiles:
     """The files of a model, without weights that are not fetched yet.
 
     Attributes:
-        spec: The model, without its adapter.
         folder: Its folder; of a built-in model or GGUF file that of the prepared copy.
         hub: The repository to fetch its weights from, if it has one.
     """
 
     spec: ModelSpec
     folder: Path
-    adapter: Adapter | None
     hub: HubModel | None = None
-
-    @property
-    def words(self) -> Path:
-        """The folder of its tokenizer: its adapter's if that has one."""
-        if self.adapter and (self.adapter.folder / "tokenizer_config.json").is_file():
-            return self.adapter.folder
-        return self.folder
 
     def headers(self) -> dict[str, Header]:
         """Return the headers of its weights; those of a hub model that is not in the cache are fetched alone."""
@@ -58,18 +48,16 @@ def find_model(spec: str | ModelSpec, *, progress: Progress | None = None) -> Mo
         RunError: It cannot be fetched or prepared.
     """
     spec = parse_model(spec) if isinstance(spec, str) else spec
-    adapter = None if spec.adapter is None else read_adapter(Path(spec.adapter).expanduser())
-    spec = replace(spec, adapter=None)
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
-        return ModelFiles(spec, hub.folder, adapter, hub)
+        return ModelFiles(spec, hub.folder, hub)
     if spec.kind == "folder":
-        return ModelFiles(spec, Path(spec.source), adapter)
+        return ModelFiles(spec, Path(spec.source))
     from specbench.models.builtin import prepare_builtin, prepare_gguf
 
     if spec.kind == "builtin":
-        return ModelFiles(spec, prepare_builtin(spec.source, progress=progress), adapter)
-    return ModelFiles(spec, prepare_gguf(Path(spec.source), progress=progress), adapter)
+        return ModelFiles(spec, prepare_builtin(spec.source, progress=progress))
+    return ModelFiles(spec, prepare_gguf(Path(spec.source), progress=progress))
 
 
 def require_models(*models: ModelSpec, progress: Progress | None = None) -> None:

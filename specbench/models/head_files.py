@@ -196,8 +196,6 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
 
 def head_in(model: ModelFiles) -> HeadFiles | None:
     """Return the head in the files of a model; for more see ``find_head``."""
-    if model.adapter is not None:
-        return None
     name, settings = model.spec.name, read_settings(model.folder, model.spec.name)
     files = HeadFiles("", name, model.folder, settings, model.hub)
     kind = _kind(files)

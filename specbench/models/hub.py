@@ -45,7 +45,7 @@ class HubModel:
         if (self.folder / ADAPTER).is_file():
             raise UsageError(
                 f"The hub's {name} is an adapter.",
-                f"Fetch it with `hf download {repository} --local-dir DIR`, and write BASE:adapter=DIR.",
+                "Merge it into its base model with peft, and name the result.",
             )
         raise self._lacking("is no model: it has no config.json", HINT)
 

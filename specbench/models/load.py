@@ -95,7 +95,6 @@ class LanguageModel:
         slower: A sentence if it is slower than with dtype "auto", which would lose nothing; else empty.
         files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
         folder: The folder it was loaded from; ``None`` for a wrapped object.
-        words: The folder that its tokenizer was loaded from: that of its adapter if it has one.
     """
 
     model: PreTrainedModel
@@ -115,7 +114,6 @@ class LanguageModel:
     slower: str = ""
     files: WeightFiles | None = None
     folder: Path | None = None
-    words: Path | None = None
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -167,14 +165,14 @@ def load_model(
     check_options(options)
     named = parse_model(spec) if isinstance(spec, str) else spec
     source = find_model(named, progress=progress)
-    folder, name, adapter = source.folder, source.spec.name, source.adapter
+    folder, name = source.folder, source.spec.name
     config = read_config(folder, name)
     settings = quantization_of(config, name)
     words, other = None, share_tokenizer_with
-    if other is not None and other.words is not None and same_tokenizer(source.words, other.words):
+    if other is not None and other.folder is not None and same_tokenizer(folder, other.folder):
         words = other.tokenizer
     if words is None and tokenizer:
-        words = make_tokenizer(source.words, name)
+        words = make_tokenizer(folder, name)
     if before_weights is not None:
         before_weights(ModelText(words, _context_limit(config)))
     if source.hub is not None:
@@ -191,11 +189,7 @@ def load_model(
     stored = kinds[0] if len(kinds) == 1 and settings is None else None
     numbers = weights_of(config) if settings is not None or pickled else sum(counts.values())
     placement = _placement(options, numbers, stored, dtype, name)
-    model, content = _read_weights(folder, name, config, dtype, placement, files, progress), ""
-    if adapter is not None:
-        identity = _fingerprint(model, torch.bfloat16)
-        model, content, note = adapter.merge(model, name, allow_pickle=allow_pickle)
-    model = text_model(model)
+    model = text_model(_read_weights(folder, name, config, dtype, placement, files, progress))
     model.config.name_or_path = name
     loaded = wrap_model(model, words, name, quantize=quantized(options.dtype))
     if settings is not None:
@@ -204,18 +198,10 @@ def load_model(
     usual = resolve_dtype(replace(options, dtype="auto"), config, counts)
     if dtype == torch.float32 and usual == torch.bfloat16 and settings is None and source.spec.kind != "gguf":
         loaded.slower = f"{name} in float32 takes about twice as long as in its own bfloat16 (--dtype auto)."
-    if adapter is not None:  # it is another model from now on, which is told from others by its parts
-        loaded.name = named.name
-        loaded.notes.append(note)
-        loaded.fingerprint, loaded.identity = (
-            hashlib.sha256(f"{each} {content}".encode()).hexdigest()[:16]
-            for each in (loaded.fingerprint, identity)
-        )
-    loaded.folder, loaded.words = folder, source.words
+    loaded.folder = folder
     if not pickled:
-        place = os.fsencode(folder.resolve()) + content.encode()
-        digest = hashlib.sha256(f"{headers_digest(folder, files)} {content}".encode()).hexdigest()
-        loaded.files = WeightFiles(hashlib.sha256(place).hexdigest(), digest, sum(counts.values()))
+        place = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
+        loaded.files = WeightFiles(place, headers_digest(folder, files), sum(counts.values()))
     return loaded
 
 
@@ -228,7 +214,7 @@ def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> P
 def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedTokenizerBase:
     """Load only a model's tokenizer; for errors see ``load_model``."""
     files = find_model(spec, progress=progress)
-    return make_tokenizer(files.words, files.spec.name)
+    return make_tokenizer(files.folder, files.spec.name)
 
 
 def wrap_model(

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Self
 
 from specbench.base.errors import UsageError
 from specbench.specs.models import (
-    ADAPTED,
     BUILTIN_MODELS,
     CHECKPOINT_MTP,
     ModelSpec,
@@ -229,8 +228,7 @@ class SelfForm(DrafterSpec, word="self", trees=True):
 @dataclass(frozen=True)
 class SmallModel(DrafterSpec, word="MODEL", trees=True):
     """A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one it
-    drafts the tokens that both have. With adapter=FOLDER a LoRA adapter is merged into it. Or a head trained for the
-    target: EAGLE, P-EAGLE, DFlash or Medusa.
+    drafts the tokens that both have. Or a head trained for the target: EAGLE, P-EAGLE, DFlash or Medusa.
     """
 
     model: ModelSpec
@@ -241,8 +239,7 @@ class SmallModel(DrafterSpec, word="MODEL", trees=True):
     )
 
     def __str__(self) -> str:
-        name, own = self.model.name, self.written("")
-        return name + (own.replace(":", ",", 1) if ADAPTED in name else own)
+        return self.model.name + self.written("")
 
     @classmethod
     def parse(cls, text: str) -> SmallModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
@@ -48,13 +48,11 @@ class ModelSpec:
         kind: How it is found; ``mtp`` are the MTP layers of the target's checkpoint, ``python`` is a file with a
             drafter.
         revision: Branch, tag or commit on the hub; ``None`` is the default branch.
-        adapter: Folder of a LoRA adapter to merge into it.
     """
 
     kind: ModelKind
     source: str
     revision: str | None = None
-    adapter: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -67,21 +65,15 @@ class ModelSpec:
     def name(self) -> str:
         """The model's name in results: hub id and revision, or the folder's or file's own name."""
         name = self.source if self.revision is None else f"{self.source}@{self.revision}"
-        name = _last_part(self.source) if self.is_path else name
-        return name if self.adapter is None else f"{name}{ADAPTED}{_last_part(self.adapter)}"
+        return _last_part(self.source) if self.is_path else name
 
     @property
     def argument(self) -> str:
         """The model as the command line takes it."""
-        if self.adapter is not None:
-            return f"{replace(self, adapter=None).argument}{ADAPTED}{self.adapter}"
         return self.source if self.is_path else self.name
 
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
-
-ADAPTED = ":adapter="
-"""What a spec has between a model and the folder of its adapter."""
 
 
 def _last_part(path: str) -> str:
@@ -94,15 +86,11 @@ CHECKPOINT_MTP = ModelSpec("mtp", "mtp")
 
 
 def parse_model(text: str) -> ModelSpec:
-    """Parse a model: a built-in name, else a path that exists, else a hub id (``org/name[@revision]``); each can be
-    followed by ``:adapter=FOLDER``.
+    """Parse a model: a built-in name, else a path that exists, else a hub id (``org/name[@revision]``).
 
     Raises:
         UsageError: The text is none of these, or looks like a path that does not exist.
     """
-    model, adapted, adapter = text.rpartition(ADAPTED)
-    if adapted and not os.path.exists(text):  # noqa: PTH110
-        return replace(parse_model(model), adapter=adapter)
     if text in BUILTIN_MODELS:
         return ModelSpec("builtin", text)
     path = os.path.expanduser(text)  # noqa: PTH111 - pathlib's raises for a user there is not
@@ -132,10 +120,9 @@ def parse_model(text: str) -> ModelSpec:
 
 
 def split_options(text: str) -> tuple[ModelSpec, dict[str, str | bool]]:
-    """Split a model from the options behind it, as in ``MODEL:int4,device=cuda,adapter=FOLDER``.
+    """Split a model from the options behind it, as in ``MODEL:int4,device=cuda``.
 
-    A dtype alone is short for ``dtype=``. The adapter becomes part of the model. An existing path is a model, whatever
-    characters it has.
+    A dtype alone is short for ``dtype=``. An existing path is a model, whatever characters it has.
 
     Raises:
         UsageError: See ``parse_model`` and ``split_spec``.
@@ -147,8 +134,7 @@ def split_options(text: str) -> tuple[ModelSpec, dict[str, str | bool]]:
         if "dtype" in given:
             raise UsageError(f"{text!r} has two dtypes.", "Leave one out.")
         given = {"dtype": key, **{each: given[each] for each in given if each != key}}
-    adapter = given.pop("adapter", None)
-    return parse_model(name if adapter is None else f"{name}{ADAPTED}{adapter}"), given
+    return parse_model(name), given
 
 
 def _is_hub_id(text: str) -> bool:
