@@ -5,7 +5,8 @@
     python benchmarks/server_check.py 20 1000 "three: shared noise"
 
 Servers are simulated (`tests/biased_verifiers.py`): each seed makes a model and a drafter of 60 tokens (or the three of
-vllm#54282), and so many answers of 8 tokens to each of two prompts. Prints one line of JSON for each fault.
+vllm#54282), so many answers of 8 tokens to each of two prompts, and both tests of `specbench/check/bias.py`. Prints one
+line of JSON for each fault.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from biased_verifiers import Fault, MadeUpModel, ThreeTokens, answers_of, positions_of, sampler
 
-from specbench.check.bias import LEVEL, compare_with_target
+from specbench.check.bias import LEVEL, compare_samples, compare_with_target
 
 PROMPTS, TOKENS, THREE = 2, 8, "three: "
 
@@ -34,9 +35,10 @@ def main() -> None:
             model = ThreeTokens() if name.startswith(THREE) else MadeUpModel(seed)
             fault = next(fault for fault in get_args(Fault) if fault == name.removeprefix(THREE))
             tested = answers_of(sampler(model, TOKENS, fault), PROMPTS, answers, seed)
-            p.append(compare_with_target(positions_of(model, tested)).p)
-        biased = (np.array(p) <= LEVEL).mean()
-        print(json.dumps({"fault": name, "seeds": seeds, "biased": biased}), flush=True)
+            plain = answers_of(sampler(model, TOKENS), PROMPTS, answers, seed + seeds)
+            p.append([compare_with_target(positions_of(model, tested)).p, compare_samples(tested, plain).p])
+        target, server = (np.array(p) <= LEVEL).mean(0)
+        print(json.dumps({"fault": name, "seeds": seeds, "target": target, "server": server}), flush=True)
 
 
 if __name__ == "__main__":

@@ -90,11 +90,8 @@ def events(body: Mapping[str, Any], manner: Manner) -> Iterator[dict[str, Any] |
 
 def whole(body: Mapping[str, Any], manner: Manner) -> dict[str, Any]:
     """An answer without a stream."""
-    ids = answer_ids(body, manner)
-    text = tokenizer().decode(ids)
-    said: dict[str, Any] = {"message": {"content": text}} if "messages" in body else {"text": text}
-    if manner.named:
-        said["token_ids"] = ids
+    text = tokenizer().decode(answer_ids(body, manner))
+    said = {"message": {"content": text}} if "messages" in body else {"text": text}
     return {"choices": [{"index": 0, **said, "logprobs": manner.logprobs, "finish_reason": "length"}]}
 
 

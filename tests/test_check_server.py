@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from scripted_server import Manner, ScriptedServer
 import specbench.check.bias
 import specbench.check.servers
 from specbench.base.errors import RunError, UsageError
-from specbench.check.bias import LEVEL, Positions, compare_with_target, level_at
+from specbench.check.bias import LEVEL, Positions, compare_samples, compare_with_target, level_at
 from specbench.check.render import server_parts
 from specbench.check.servers import ServerCheck
 from specbench.servers.client import ServerClient
@@ -26,45 +27,57 @@ from specbench.specs.servers import ServerSpec
 
 # --- Statistics -----------------------------------------------------------------------------------
 
-FAULTS: dict[Fault, int] = {
-    "no residual": 400,
-    "argmax": 100,
-    "top-p of p": 200,
-    "top-p of q": 400,
-    "shared noise": 600,
-    "shared test": 600,
+FAULTS: dict[Fault, tuple[int, int | None]] = {
+    "no residual": (400, 1000),
+    "argmax": (100, 250),
+    "top-p of p": (200, None),
+    "top-p of q": (400, None),
+    "shared noise": (600, 2000),
+    "shared test": (600, None),
 }
-"""Answers of 8 tokens to each of two prompts with which a fault is found."""
+"""Answers of 8 tokens to each of two prompts with which a fault is found: by exact probabilities, and against an exact
+server if so many show it.
+"""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_that_engines_were_shipped_with_are_found(fault):
+    exact, against = FAULTS[fault]
     model = ThreeTokens() if fault.startswith("shared") else MadeUpModel(seed=1)
-    answers = answers_of(sampler(model, 8, fault), 2, FAULTS[fault], seed=1)
-    comparison = compare_with_target(positions_of(model, answers))
-    assert comparison.p <= LEVEL
+    answers = answers_of(sampler(model, 8, fault), 2, exact, seed=1)
+    found = compare_with_target(positions_of(model, answers))
+    assert found.p <= LEVEL
     if fault in ("argmax", "top-p of p"):
-        assert comparison.peaked
+        assert found.peaked
+    if against is not None:
+        answers = answers_of(sampler(model, 8, fault), 2, against, seed=1)
+        assert compare_samples(answers, answers_of(sampler(model, 8), 2, against, seed=2)).p <= LEVEL
 
 
 @pytest.mark.parametrize("verifier", ["", "target only", "bfloat16"])
-def test_exact_verifiers_pass_in_19_of_20_checks(verifier):
+def test_exact_verifiers_pass_in_19_of_20_checks(verifier, monkeypatch):
     """Rounding to bfloat16 moves less mass than so many answers can show."""
-    alarms = 0
+    monkeypatch.setattr(specbench.check.bias, "_PERMUTATIONS", 200)
+    alarms = np.zeros(2)
     for seed in range(20):
         model = MadeUpModel(seed)
         answers = answers_of(sampler(model, 6, verifier), 2, 60, seed)
-        comparison = compare_with_target(positions_of(model, answers), LEVEL)
-        alarms += comparison.p <= LEVEL
-        assert comparison.detectable is not None
-        assert comparison.detectable > 0.01
-    assert alarms <= 1
+        found = [
+            compare_with_target(positions_of(model, answers), LEVEL),
+            compare_samples(answers, answers_of(sampler(model, 6), 2, 60, seed + 100)),
+        ]
+        alarms += [each.p <= LEVEL for each in found]
+        assert found[0].detectable is not None
+        assert found[0].detectable > 0.01
+    assert (alarms <= 1).all()
 
 
-def test_looks_share_the_level_and_empty_or_certain_samples_say_nothing():
+def test_looks_share_the_level_and_empty_or_equal_samples_say_nothing():
     fractions = (0.125, 0.25, 0.5, 1.0)
     levels = [level_at(now, before) for before, now in itertools.pairwise((0.0, *fractions))]
     assert sum(levels) == pytest.approx(LEVEL)
+    same = [[("a", "b")] * 8]
+    assert compare_samples(same, same).p == 1.0
     certain = Positions(np.array([[1.0, 0.0]] * 9), np.zeros(9, int), np.arange(9), np.zeros(9, int))
     found = compare_with_target(certain, LEVEL)
     assert (found.p > LEVEL, found.detectable) == (True, None)
@@ -80,8 +93,9 @@ def test_what_is_detectable_is_found_so_often():
     promised = compare_with_target(sample, LEVEL).detectable
     assert promised is not None
     share = promised / float((1 - sample.probabilities[:, 0]).mean())
-    found = {0.5: 0, 1.0: 0}
-    for part in found:
+    found = dict[float, int]()
+    for part in (0.5, 1.0):
+        found[part] = 0
         for _ in range(40):
             drawn = (sample.probabilities.cumsum(1) < random.random((len(sample.tokens), 1))).sum(1)
             drawn = np.minimum(drawn, sample.probabilities.shape[1] - 1)
@@ -99,8 +113,8 @@ class Simulated:
 
     Attributes:
         drafted: Draft tokens that each answer reports; ``None`` for none.
-        names: Whether answers name tokens; else only log probabilities do.
-        asked: Bodies of requests for answers.
+        names: Whether answers name tokens; else only log probabilities do, which accepted draft tokens do not have.
+        asked: Bodies of requests for answers, with the host.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, **faults: Fault | int) -> None:
@@ -111,37 +125,44 @@ class Simulated:
         transport = httpx2.MockTransport(self._answer)
         patch.setattr(specbench.check.servers, "ServerClient", partial(ServerClient, transport=transport))
 
-    def check(self, host: str, rounds: int = 40, lengths: Sequence[int] = (7, 7)) -> ServerCheck:
-        def score(prompt: int, ids: Sequence[int], ended: bool) -> tuple[np.ndarray, np.ndarray]:
+    def check(self, *hosts: str, rounds: int = 40, score: bool = False) -> ServerCheck:
+        def scored(prompt: int, ids: Sequence[int], ended: bool) -> tuple[np.ndarray, np.ndarray]:
             assert not ended
             return score_of(self.model)(prompt, list(ids))
 
-        spec = ServerSpec(host, f"http://{host}.test/v1")
+        specs = [ServerSpec(host, f"http://{host}.test/v1") for host in hosts]
         prompts = [[{"role": "user", "content": str(prompt)}] for prompt in range(2)]
-        return ServerCheck(spec, None, prompts, 1.0, 8, rounds, score, lengths)
+        return ServerCheck(specs, {}, prompts, 1.0, 8, rounds, scored if score else None)
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
         host = request.url.host.removesuffix(".test")
         if request.method == "GET":
             return httpx2.Response(200, json={"data": [{"id": "m", "owned_by": "specbench"}]})
         body = json.loads(request.content)
-        self.asked.append(body)
+        self.asked.append({**body, "host": host})
         fault = self.faults.get(host, "")
         if isinstance(fault, int):
             return httpx2.Response(fault, json={"error": {"message": "busy"}})
-        prompt = int(body["messages"][-1]["content"])
+        prompt, off = int(body["messages"][-1]["content"]), body.get("speculation") == "off"
         random = np.random.default_rng([body["seed"], len(host)])
-        ids = sampler(self.model, body["max_tokens"], fault)(prompt, random)
+        ids = sampler(self.model, body["max_tokens"], "" if off else fault)(prompt, random)
         text = "".join(f" w{token}" for token in ids)
         facts = {} if self.drafted is None else {
-            "timings": {"draft_n": self.drafted, "draft_n_accepted": 0}
+            "timings": {"draft_n": 0 if off else self.drafted, "draft_n_accepted": 0}
         }  # fmt: skip
         facts["usage"] = {"prompt_tokens": 7}
         choice: dict[str, Any] = {"message": {"content": text}, "finish_reason": "length"}
         if self.names:
             choice["token_ids"] = ids
         if body.get("logprobs"):
-            content = [{"token": f"t{token}", "id": token, "logprob": -1.0} for token in ids]
+            content = list[dict[str, Any]]()
+            for place, token in enumerate(ids):
+                p = self.model.at(prompt, ids[:place])[0]
+                listed = [
+                    {"token": f"t{other}", "logprob": math.log(p[other])} for other in np.argsort(-p)[:16]
+                ]
+                known = self.names or not place
+                content.append({"token": f"t{token}", "id": token, "top_logprobs": listed if known else []})
             choice["logprobs"] = {"content": content}
         return httpx2.Response(200, json={"choices": [choice], **facts})
 
@@ -150,38 +171,41 @@ def said(check: ServerCheck) -> str:
     return " ".join(part.text for part in server_parts(check) if isinstance(part, Paragraph))
 
 
-def test_a_biased_server_is_found_and_an_exact_one_passes(monkeypatch):
-    servers = Simulated(monkeypatch, good="target only", bad="argmax")
+@pytest.mark.parametrize("how", ["target", "log probabilities", "server", "off"])
+def test_a_biased_server_is_found_and_an_exact_one_passes(how, monkeypatch):
+    servers = Simulated(monkeypatch, good="target only", bad="argmax", plain="")
     for host, verdict in (("good", "no deviation"), ("bad", "biased")):
-        check = servers.check(host, rounds=160)
+        others = {"server": ("plain",), "off": (host,)}.get(how, ())
+        check = servers.check(host, *others, rounds=160, score=how == "target")
         servers.asked.clear()
         assert all(done < 160 for done in check.run())
         assert check.verdict == verdict
+        assert check.against == ("server" if how == "off" else how)
         assert check.complete
-        assert len(servers.asked) <= check.requests + 1
+        assert len(servers.asked) <= check.requests + len(check.specs)
         seeds = [body["seed"] for body in servers.asked if body["seed"]]
         assert len(seeds) == len(set(seeds)), "no answer repeats the random numbers of another"
-    assert check.done < 160, "a bias that is sure ends the check early"
-    assert said(check).startswith(
-        "BIASED: sampled output differs from the target: likely tokens are too frequent, p"
-    )
+    if how != "server":
+        assert check.done < 160, "a bias that is sure ends the check early"
+    assert said(check).startswith("BIASED: sampled output differs from ")
+    assert ": likely tokens are too frequent, p = " in said(check)
 
 
 def test_each_sentence_says_only_what_its_numbers_hold(monkeypatch):
     servers = Simulated(monkeypatch, good="")
-    check = servers.check("good")
+    check = servers.check("good", "good")
     assert said(check).startswith(
         "Too few positions: no round of answers is complete (0 answers, 0 positions"
     )
     assert (check.verdict, check.to_dict()["p"]) == ("too few positions", None)
-    few = servers.check("good", rounds=1)
+    few = servers.check("good", rounds=1, score=True)
     list(few.run())
     assert "hardly anything was drafted (2 answers, 14 positions, 6 draft tokens)" in said(few)
     servers.drafted = None
-    few = servers.check("good", rounds=1)
+    few = servers.check("good", "good", rounds=1)
     list(few.run())
     assert "not even a large deviation would have been found" in said(few)
-    unknown = servers.check("good", rounds=60)
+    unknown = servers.check("good", rounds=60, score=True)
     list(unknown.run())
     assert said(unknown).startswith("No deviation from the target above ")
     assert "The server does not report its drafts: this holds only if it speculates." in said(unknown)
@@ -193,20 +217,25 @@ def test_each_sentence_says_only_what_its_numbers_hold(monkeypatch):
     assert "Only first tokens differ, which are never drafted" in said(other)
 
 
-def test_a_server_is_scored_if_it_names_its_tokens_and_reads_the_same_prompt(monkeypatch):
+def test_a_server_is_scored_as_far_as_it_names_its_tokens(monkeypatch):
     servers = Simulated(monkeypatch, good="")
     servers.names = False
-    check = servers.check("good")
+    check = servers.check("good", rounds=40, score=True)
+    check.lengths = [7, 7]
     list(check.run())
     assert check.verdict == "no deviation"
+    check = servers.check("good", score=True)
+    check.lengths = [7, 8]
     with pytest.raises(UsageError, match="reads a prompt of 8 tokens as 7"):
-        list(servers.check("good", lengths=(7, 8)).run())
+        list(check.run())
+    with pytest.raises(UsageError, match="no log probabilities of accepted draft tokens"):
+        list(servers.check("good").run())
 
 
 def test_an_interrupt_keeps_complete_rounds_and_a_busy_server_is_asked_again(monkeypatch):
     monkeypatch.setattr(specbench.check.servers, "_PAUSE_S", 0.0)
     servers = Simulated(monkeypatch, good="")
-    check = servers.check("good")
+    check = servers.check("good", score=True)
     running: Iterator[int] = check.run()
     for _ in range(5):
         next(running)
@@ -223,16 +252,18 @@ def test_an_interrupt_keeps_complete_rounds_and_a_busy_server_is_asked_again(mon
 # --- The command ----------------------------------------------------------------------------------
 
 
-def test_a_server_is_checked_from_the_command_line(cli, folder, monkeypatch):
-    with ScriptedServer(Manner(named=True)) as server:
-        asked = ("check", "--server", server.url, "--target", str(folder), "-t", 1, "--limit", 200)
+def test_two_servers_are_compared_from_the_command_line(cli, monkeypatch):
+    with ScriptedServer() as one, ScriptedServer(Manner(another=True)) as other:
+        asked = ("check", "--server", one.url, "--against", other.url, "-t", 1, "--limit", 200)
         result = cli(*asked)
         assert result.code == 1
-        assert "BIASED: sampled output differs from the target" in result.out
+        assert "BIASED: sampled output differs from the other server" in result.out
         assert "First tokens, which are never drafted, differ as well" in result.out
-        assert "Sends at most 200 requests: 4 prompts, 50 times each, for up to 16 tokens" in result.err
+        assert "Sends at most 400 requests: 4 prompts, 50 times each to each of 2 servers" in result.err
         figures = cli(*asked, "--json").json(code=1)
         assert (figures["check"], figures["verdict"], figures["complete"]) == ("server", "biased", True)
+        assert cli("check", "--server", one.url, "--against", one.url, "-t", 1, "--limit", 16, "-q").code == 1
+        assert len(other.asked) < 400
 
         original = ServerCheck._keep
 
@@ -245,17 +276,20 @@ def test_a_server_is_checked_from_the_command_line(cli, folder, monkeypatch):
         result = cli(*asked)
         assert result.code == 130
         assert "(12 answers, " in result.out
+        assert "Interrupted: these are the results so far." in result.out
 
 
-def test_what_cannot_be_checked_is_refused(cli, folder):
+def test_what_cannot_be_checked_is_refused(cli):
     with ScriptedServer() as server:
         for words, fragment in (
             ((), "--server checks sampled output"),
-            (("-t", 1), "--server needs the model that scores the answers"),
+            (("-t", 0.5), "Log probabilities of servers are those of temperature 1"),
             (("-t", 1, "--gamma", 3), "--gamma does not go with --server"),
-            (("-t", 1, "--target", folder), "refuses a request with status 400: no log probabilities"),
+            (("-t", 1, "--against", "off"), "No field of a request switches the speculation"),
+            (("-t", 1, "--target", "x", "--against", server.url), "--target does not go with --against"),
+            (("-t", 1, "--limit", 4), "refuses a request with status 400: no log probabilities"),
         ):
             cli("check", "-q", "--server", server.url, *words).refused(2, fragment)
         server.manner.logprobs = {"content": [{"token": "a"}]}
-        asked = ("check", "-q", "--server", server.url, "-t", 1, "--target", folder)
-        cli(*asked).refused(2, "does not name the tokens of its answers")
+        cli("check", "-q", "--server", server.url, "-t", 1).refused(2, "log probabilities have another form")
+    cli("check", "--against", "off").refused(2, "--against is given without --server")

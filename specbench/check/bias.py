@@ -1,14 +1,17 @@
-"""A test of whether sampled tokens have their exact distributions. Pure functions on arrays.
+"""Tests of whether sampled answers have the distribution that they should have. Pure functions on arrays.
 
-It gives a p-value, and the smallest shift of probability mass that it would have found. docs/check.md says what it
-finds.
+``compare_samples`` holds the answers of two servers against each other, ``compare_with_target`` the tokens of one
+against the target's exact probabilities. Both give a p-value, and the smallest shift of probability mass that they
+would have found. docs/check.md says what they find.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,19 +22,22 @@ LEVEL = 0.01
 POWER = 0.95
 """Share of servers with the smallest detectable shift that are called biased."""
 
-_SIMULATED, _SURE = 4000, 3.0
-"""Simulated samples; standard deviations that make a direction sure."""
+_PERMUTATIONS, _SIMULATED = 1000, 4000
+_PLANTED, _SURE = 60, 3.0
+"""Samples by which a power of the test of two samples is estimated; standard deviations that make a direction sure."""
 
 _CONTEXTS, _LEAST_VISITS = 100, 20
 """Contexts whose tokens are tested together, and how often each has to occur."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Answers = Sequence[Sequence[Sequence[Hashable]]]
+"""Answers by prompt, each a sequence of tokens or words."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the test says.
+    """What a test says.
 
     Attributes:
         p: Probability of a sample at least as far off, if the distributions are equal.
@@ -63,6 +69,96 @@ def _smallest(power: Callable[[float], float]) -> float | None:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if power(middle) >= POWER else (middle, high)
     return high
+
+
+# -- two samples -----------------------------------------------------------------------------------
+
+
+def compare_samples(
+    tested: Answers, reference: Answers, level: float | None = None, seed: int = 0
+) -> Comparison:
+    """Test whether two servers answer alike, by permutations of who gave which answer to the same prompt.
+
+    The beginnings of an answer, of every length, and its pairs of neighboring tokens are *cells* of its prompt. Two
+    statistics are standardized over the permutations, and the larger one counts (Westfall and Young 1993), which is
+    exact for any number of prompts:
+
+    - With a and b answers of the servers in a cell, the sum of ((a - b)² - (a + b)) / √(a + b) finds differences of
+      any kind. It lies between the χ² of homogeneity and the discrepancy of a kernel (Gretton et al. 2012).
+    - The difference between the servers' means of how frequent the pairs of an answer are (log(a + b)) finds answers
+      that are too likely or too unlikely.
+
+    Args:
+        tested, reference: As many answers to each prompt from both servers.
+        level: Largest p-value that counts, for what is detectable; ``None`` leaves that out.
+    """
+    random = np.random.default_rng(seed)
+    statistics = _statistics([[*first, *second] for first, second in zip(tested, reference, strict=True)])
+    number = len(tested[0])
+    own = np.repeat([[True] * number + [False] * number], len(tested), axis=0)
+    answers = np.arange(own.size).reshape(own.shape)
+    permuted = (random.permuted(own, axis=1) for _ in range(_PERMUTATIONS))
+    drawn = np.array([statistics(answers, labels) for labels in (own, *permuted)])
+    mean, spread = drawn.mean(0), drawn.std(0) + 1e-12
+
+    def largest(values: Floats) -> Floats:
+        standard = (values - mean) / spread
+        larger: Floats = np.maximum(standard[..., 0], np.abs(standard[..., 1]))
+        return larger
+
+    observed, *usual = largest(drawn)
+    p = float(np.mean(largest(drawn) >= observed - 1e-9))
+    limit = np.quantile(usual, 1 - (level or 0.0))
+
+    def power(share: float) -> float:
+        """Return the power against a server that gives a ``share`` of its answers in favor of one for each prompt."""
+        hits, random = 0, np.random.default_rng(seed)
+        for _ in range(_PLANTED):
+            labels, favorites = random.permuted(own, axis=1), random.integers(2 * number, size=(len(own), 1))
+            planted = labels & (random.random(own.shape) < share)
+            replaced = np.where(planted, np.take_along_axis(answers, favorites, 1), answers)
+            hits += bool(largest(statistics(replaced, labels)) > limit)
+        return hits / _PLANTED
+
+    likelier = float((drawn[0, 1] - mean[1]) / spread[1])
+    detectable = None if level is None else _smallest(power)
+    return Comparison(p, detectable, likelier > 0 if abs(likelier) > _SURE else None)
+
+
+def _statistics(answers: Answers) -> Callable[[Integers, NDArray[np.bool_]], Floats]:
+    """Return what computes both statistics of ``compare_samples``, for a choice of these answers by their numbers and
+    for labels of those of the tested server.
+    """
+    numbers: defaultdict[Hashable, int] = defaultdict(count(1).__next__)
+    beginnings, pairs = [], []
+    for prompt, group in enumerate(answers):
+        for answer in group:
+            beginnings.append([numbers[prompt, tuple(answer[:end])] for end in range(1, len(answer) + 1)])
+            pairs.append([*{numbers[prompt, "pair", pair] for pair in pairwise(answer)}])
+    every_pair, size = _rectangle(pairs), len(numbers) + 1
+    every_cell = np.concatenate([_rectangle(beginnings), every_pair], axis=1)
+
+    def statistics(chosen: Integers, labels: NDArray[np.bool_]) -> Floats:
+        tested = labels.ravel()
+        cells, pairs = every_cell[chosen.ravel()], every_pair[chosen.ravel()]
+        total = np.bincount(cells.ravel(), minlength=size)
+        shared = np.flatnonzero(total[1:] > 1) + 1  # 0 is no cell
+        both = total[shared].astype(float)
+        off = (2 * np.bincount(cells[tested].ravel(), minlength=size)[shared] - both) ** 2 - both
+        frequency = np.log(np.maximum(1, total))
+        frequency[0] = 0.0
+        scores = frequency[pairs].sum(1) / np.maximum(1, (pairs > 0).sum(1))
+        return np.array([(off / np.sqrt(both)).sum(), scores[tested].mean() - scores[~tested].mean()])
+
+    return statistics
+
+
+def _rectangle(rows: Sequence[Sequence[int]]) -> Integers:
+    """Return rows of different lengths as a matrix, filled up with 0."""
+    return np.array(list(zip_longest(*rows, fillvalue=0)), np.int64).reshape(-1, len(rows)).T
+
+
+# -- one sample ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -209,16 +209,22 @@ def server_parts(check: ServerCheck) -> list[Part]:
     counts = [_count(check.done * len(check.prompts), "answer"), _count(check.positions, "position")]
     counts += [] if drafted is None else [_count(drafted, "draft token")]
     on = ", ".join(counts)
+    against = {
+        "server": "the other server",
+        "target": "the target",
+        "log probabilities": "its log probabilities",
+    }
+    other = against[check.against]
     if result is None:
         sentence = f"Too few positions: no round of answers is complete ({on})."
     elif verdict == "biased":
         how = {True: ": likely tokens are too frequent", False: ": likely tokens are too rare", None: ""}
         sentence = (
-            f"BIASED: sampled output differs from the target{how[result.peaked]}, p = {result.p:.2g} ({on})."
+            f"BIASED: sampled output differs from {other}{how[result.peaked]}, p = {result.p:.2g} ({on})."
         )
     elif verdict == "no deviation":
         share = f"{100 * (result.detectable or 0):.2g}% of the probability mass ({POWER:.0%})"
-        sentence = f"No deviation from the target above {share}, p = {result.p:.2g}: {on}."
+        sentence = f"No deviation from {other} above {share}, p = {result.p:.2g}: {on}."
     elif check.hardly_drafted:
         sentence = f"Too few positions: hardly anything was drafted ({on})."
     else:

@@ -35,8 +35,13 @@ class CheckedOptions:
     server: str | None = _check(
         None,
         "--server URL",
-        "Running server whose sampled output is checked instead (--temperature), by the exact probabilities of the"
-        " --target that it serves. The key is read from SPECBENCH_KEY_SERVER.",
+        "Running server whose sampled output is checked instead (--temperature), by its log probabilities, or by"
+        " those of --target if that is given. The key is read from SPECBENCH_KEY_SERVER.",
+    )
+    against: str | None = _check(
+        None,
+        "--against URL",
+        "Second server, whose output that of --server is compared with; off for the same one without speculation.",
     )
     recipe: str | None = recipe_field()
     json_output: bool = _output(False, "--json", "Print one JSON object.")

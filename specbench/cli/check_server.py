@@ -16,7 +16,7 @@ from specbench.cli.progress import StageProgress, starting
 from specbench.cli.summary import show_notes
 from specbench.experiment import server_keys
 from specbench.loaded import load_models, load_notes, transforms_of
-from specbench.specs.servers import parse_server
+from specbench.specs.servers import ServerSpec, parse_server
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -29,27 +29,30 @@ def check_server(asked: CheckedOptions, recipe: Recipe, tokens: int | None, *, s
 
     Args:
         tokens: Most tokens of an answer; ``None`` for the default.
-        scored: Whether the target is named, which scores the answers.
+        scored: Whether the target scores the answers.
     """
     if recipe.sampling.temperature == 0:
         raise UsageError("--server checks sampled output.", "Add --temperature 1.")
-    if not scored:
+    specs, tokens = _specs(asked), tokens or TOKENS
+    if not scored and len(specs) == 1 and recipe.sampling.temperature != 1:
         raise UsageError(
-            "--server needs the model that scores the answers.", "Name what it serves with --target."
+            "Log probabilities of servers are those of temperature 1.",
+            "Give --temperature 1, or --target or --against to compare with.",
         )
-    spec, tokens = parse_server(str(asked.server), alone=True), tokens or TOKENS
+    notes, score, encoded = list[str](), None, list[list[int]]()
     with starting(asked.quiet) as progress:
         prompts = load_prompts(asked.prompts or ["all"])
         prompts = sorted(prompts, key=lambda prompt: len(prompt.turns[0]))[:PROMPTS]
-        target, _ = load_models(recipe, (), progress)
-        encoded = [encode_conversation(target, prompt) for prompt in prompts]
-        score = target_score(target, transforms_of(recipe, target.language_model), encoded, tokens)
-        notes = load_notes(target, (), recipe.decoding)
+        if scored:
+            target, _ = load_models(recipe, (), progress)
+            encoded = [encode_conversation(target, prompt) for prompt in prompts]
+            score = target_score(target, transforms_of(recipe, target.language_model), encoded, tokens)
+            notes = load_notes(target, (), recipe.decoding)
     messages = [_messages(prompt) for prompt in prompts]
     rounds = -(-(asked.limit or SERVER_ANSWERS) // len(prompts))
     check = ServerCheck(
-        spec,
-        server_keys([spec]).get(spec.name),
+        specs,
+        server_keys(specs),
         messages,
         recipe.sampling.temperature,
         tokens,
@@ -57,9 +60,10 @@ def check_server(asked: CheckedOptions, recipe: Recipe, tokens: int | None, *, s
         score,
         [*map(len, encoded)],
     )
+    whom = f" to each of {len(specs)} servers" if len(specs) > 1 else ""
     notes.append(
         f"Sends at most {counted(check.requests, 'request', form=',')}: {counted(len(prompts), 'prompt')},"
-        f" {rounds} times each, for up to {tokens} tokens."
+        f" {rounds} times each{whom}, for up to {tokens} tokens."
     )
     try:
         with StageProgress(asked.quiet) as bar:
@@ -72,6 +76,14 @@ def check_server(asked: CheckedOptions, recipe: Recipe, tokens: int | None, *, s
             check.look()
             show_result(asked, check.to_dict(), server_parts(check))
     return int(check.verdict != "no deviation")
+
+
+def _specs(asked: CheckedOptions) -> list[ServerSpec]:
+    """Return the server to check and the one to compare it with; itself for ``off``."""
+    server = parse_server(str(asked.server), "server")
+    if asked.against is None:
+        return [server]
+    return [server, server if asked.against == "off" else parse_server(asked.against, "against")]
 
 
 def _messages(prompt: Prompt) -> list[dict[str, str]]:

@@ -20,6 +20,7 @@ EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
      "its outputs are finished, and greedy"),
     ("check", ("drafter", "draft_policy", "gamma", "recipe", "outputs", "cache", "ignore_eos"), "server",
      "the server has its own"),
+    ("check", ("target",), "against", "answers are compared with that server's"),
     ("sweep", ("drafter", "baseline", "gamma", "draft_policy", "cache", ModelOptions, "model_defaults", "format"),
      "server", "it is for models"),
     ("sweep", ("engine",), "server", "it starts its own servers"),
@@ -33,6 +34,7 @@ one, and the reason, if names alone do not say it.
 NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("generate", ("batch",), "prompts", ""),
     ("sweep", ("minutes",), "until", ""),
+    ("check", ("against",), "server", ""),
     ("sweep", ("engine_command", "arguments"), "engine", ""),
 )
 """The same for options that have a meaning only with another one; of several others one is enough."""

@@ -55,7 +55,7 @@ def doctor(
     from specbench.doctor.findings import Examined, diagnose
     from specbench.specs.servers import parse_server
 
-    spec = parse_server(server, alone=True)
+    spec = parse_server(server, "server")
     seen = asyncio.run(_examine(spec))
     tokenizer = None
     if target is not None:

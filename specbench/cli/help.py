@@ -53,7 +53,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "specbench check",
         "specbench check --temperature 1 --drafter self:int8",
         "specbench check --target org/big --outputs answers.jsonl",
-        "specbench check --server http://localhost:8000/v1 --target org/model -t 1",
+        "specbench check --server http://localhost:8000/v1 --against http://localhost:8001/v1 -t 1",
     ),
     "doctor": ("specbench doctor http://127.0.0.1:8000",),
 }

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import urlsplit
 
 from specbench.base.errors import UsageError, unknown
@@ -14,7 +15,7 @@ from specbench.specs.notation import Spec, option, read_options, split_spec
 KEY_PREFIX = "SPECBENCH_KEY_"
 """Prefix of the environment variables that hold keys, followed by the server's name in capitals."""
 
-_UNNAMED = "server"
+_ROLES = ("server", "against")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}", re.ASCII)
 _ENDPOINT = re.compile(r"/(chat/completions|completions|models)/*$")
 _FORM = "Write NAME=URL or NAME=URL#MODEL, as in plain=http://127.0.0.1:8000/v1."
@@ -36,21 +37,21 @@ class ServerSpec:
     @property
     def called(self) -> str:
         """What messages call it: a server without a name of its own by its address."""
-        return f"at {urlsplit(self.url).netloc}" if self.name == _UNNAMED else self.name
+        return f"at {urlsplit(self.url).netloc}" if self.name in _ROLES else self.name
 
     @property
     def key_variable(self) -> str:
         return KEY_PREFIX + re.sub(r"\W", "_", self.name).upper()
 
 
-def parse_server(text: str, *, alone: bool = False) -> ServerSpec:
-    """Parse ``NAME=URL`` or ``NAME=URL#MODEL``; the only server (``alone``) needs no name.
+def parse_server(text: str, role: Literal["server", "against"] | None = None) -> ServerSpec:
+    """Parse ``NAME=URL`` or ``NAME=URL#MODEL``; with a ``role`` the name may be missing.
 
     Raises:
         UsageError: The text has neither form, or the address has a password or a query, which can contain keys.
     """
-    if alone and not re.match(r"[\w.-]+=", text):
-        text = f"{_UNNAMED}={text}"
+    if role is not None and not re.match(r"[\w.-]+=", text):
+        text = f"{role}={text}"
     name, equals, address = text.strip().partition("=")
     url, _, model = address.partition("#")
     if not equals or not url:
