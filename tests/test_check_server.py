@@ -158,9 +158,8 @@ class Simulated:
             content = list[dict[str, Any]]()
             for place, token in enumerate(ids):
                 p = self.model.at(prompt, ids[:place])[0]
-                listed = [
-                    {"token": f"t{other}", "logprob": math.log(p[other])} for other in np.argsort(-p)[:16]
-                ]
+                likeliest = dict.fromkeys([token, *np.argsort(-p)])  # as vLLM lists them
+                listed = [{"token": f"t{other}", "logprob": math.log(p[other])} for other in [*likeliest][:6]]
                 known = self.names or not place
                 content.append({"token": f"t{token}", "id": token, "top_logprobs": listed if known else []})
             choice["logprobs"] = {"content": content}

@@ -19,7 +19,7 @@ import numpy as np
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.bench.engines.servers import explain, only_model
-from specbench.check.bias import Comparison, Positions, compare_samples, compare_with_target, level_at
+from specbench.check.bias import LOOKS, Comparison, Positions, compare_samples, compare_with_target, level_at
 from specbench.check.deviation import clean_rows
 from specbench.decoding.sampling import Sampling
 from specbench.models.target import Target
@@ -30,7 +30,6 @@ from specbench.specs.servers import ServerSpec
 PROMPTS, TOKENS = 4, 16
 """Usual numbers of prompts, and of tokens of an answer."""
 
-_LOOKS = (0.125, 0.25, 0.5, 1.0)
 _RETRIES, _PAUSE_S = 3, 1.0
 _LIKELIEST = 20
 """Tokens of each position whose probabilities are told apart: as many log probabilities as servers give."""
@@ -122,7 +121,7 @@ class ServerCheck:
             ]
             try:
                 fields = [runner.run(self._connect(number, client)) for number, client in enumerate(clients)]
-                looks = {math.ceil(self.rounds * fraction) for fraction in _LOOKS}
+                looks = {math.ceil(self.rounds * fraction) for fraction in LOOKS}
                 while self.done < self.rounds and not self.biased:
                     yield self.done
                     self._keep(runner.run(self._round(clients, fields)))
@@ -341,6 +340,9 @@ def _entries(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _own_probabilities(entries: Sequence[Mapping[str, Any]]) -> Scored:
     """Return the probabilities of tokens as the server itself reports them.
 
+    The last one listed is left out: vLLM lists the drawn token in its place if that is less likely, so what is listed
+    would depend on what was drawn.
+
     Raises:
         UsageError: It does not, or for some tokens alone.
     """
@@ -352,8 +354,9 @@ def _own_probabilities(entries: Sequence[Mapping[str, Any]]) -> Scored:
             raise UsageError("The server's log probabilities have another form.", _OTHERWISE) from error
         if not best:  # llama.cpp: what is left then is not distributed as the target's tokens
             raise UsageError("The server gives no log probabilities of accepted draft tokens.", _OTHERWISE)
-        ranked, name = sorted(best, key=lambda token: -best[token])[:_LIKELIEST], _name(entry)
+        ranked = sorted(best, key=lambda token: -best[token])[: min(len(best), _LIKELIEST) - 1]
         values = [best[token] for token in ranked] + [0.0] * (_LIKELIEST - len(ranked))
+        name = _name(entry)
         rows.append([*values, max(0.0, 1.0 - sum(values))])
         chosen.append(ranked.index(name) if name in ranked else _LIKELIEST)
     return np.array(rows), np.array(chosen)
