@@ -22,6 +22,9 @@ LEVEL = 0.01
 POWER = 0.95
 """Share of servers with the smallest detectable shift that are called biased."""
 
+LOOKS = (0.125, 0.25, 0.5, 1.0)
+"""Parts of the answers after which they are tested."""
+
 _PERMUTATIONS, _SIMULATED = 1000, 4000
 _PLANTED, _SURE = 60, 3.0
 """Samples by which a power of the test of two samples is estimated; standard deviations that make a direction sure."""
