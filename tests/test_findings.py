@@ -25,13 +25,16 @@ from specbench.show.answer import find_answers
 PACKAGE = Path(__file__).parents[1] / "specbench"
 EVIL = "[red]a\x1b[31m\nb"
 ESTIMATES = {"gain", "speedup", "low", "high"}
-LISTS = {"shares", "found", "names"}
+LISTS = {"shares", "found", "names", "others"}
 
 
 def fields(name: str) -> dict[str, str]:
     """The names in a finding's sentence and remedy, with their forms."""
-    parts = string.Formatter().parse(" ".join(CATALOG[name][1:]))
-    return {field: spec or "" for _, field, spec, _ in parts if field}
+    found: dict[str, str] = {}
+    for _, field, spec, _ in string.Formatter().parse(" ".join(CATALOG[name][1:])):
+        if field:
+            found[field] = spec or found.get(field, "")
+    return found
 
 
 def numbers(name: str, number: int) -> dict[str, Any]:

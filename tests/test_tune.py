@@ -400,7 +400,7 @@ TEXTS: dict[str, tuple[dict[str, Any], str, bool, list[str]]] = {
     ),
     "one prompt, on which a worse prediction is faster": (
         {"predicted": {"d@auto": 3.0, "e@auto": 1.1}, "speeds": {"d@auto": 1.5, "e@auto": 1.9}, "prompts": 1},
-        "Not known yet: the provisional choice is d auto, 1.50× [too few to say] over plain decoding; 1 other meas",
+        "Not known yet: the provisional choice is d auto, 1.50× [too few to say] over plain decoding.",
         True, ["and e auto 1.90×"],
     ),
     "left out by prediction": (
@@ -413,12 +413,12 @@ TEXTS: dict[str, tuple[dict[str, Any], str, bool, list[str]]] = {
     ),
     "no gain": (
         {"predicted": BOTH, "speeds": {"d@auto": 0.5, "e@auto": 0.4}},
-        "No, speculation does not pay here: the best drafter that was raced is d auto, 0.50× [", False,
+        "No, speculation does not pay here: d auto is 0.50× [", False,
         ["beside plain decoding and e auto 0.40× ["],
     ),
     "no gain, and a rival failed": (
         {"predicted": BOTH, "speeds": {"d@auto": 0.5}, "broken": "e"},
-        "Not known yet: the provisional choice is plain decoding; the best drafter is d auto, 0.50× [", True,
+        "Not known yet: the provisional choice is plain decoding; d auto is 0.50× [", True,
         ["Not compared: e (predicted 1.50×; failed: no memory)."],
     ),
 }  # fmt: skip

@@ -194,6 +194,38 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "curve.most": ("ok", "It measured most at {place}, {speedup}.", ""),
     "curve.few": ("note", "Too few groups of prompts for an interval at {place}.", ""),
     "curve.more": ("note", "More drafters and policies are in the table: {curves}.", ""),
+    # -- tune ----------------------------------------------------------------------------------------
+    "tune.yes": ("ok", "Yes: {name}, {speedup} over plain decoding.", ""),
+    "tune.yes-provisional": (
+        "note", "Yes: {name}, {speedup} over plain decoding. Whether it is the fastest is not known yet (provisional).",
+        ""),
+    "tune.no": ("ok", "No, speculation does not pay here: {name} is {speedup} over plain decoding.", ""),
+    "tune.equal": ("ok", "No, speculation gains less than 5% here: {name} is {speedup} over plain decoding.", ""),
+    "tune.open": ("note", "Not known yet: the provisional choice is {name}, {speedup} over plain decoding.", ""),
+    "tune.open-plain": (
+        "note", "Not known yet: the provisional choice is plain decoding; {name} is {speedup} of it.", ""),
+    "tune.unmeasured": (
+        "note", "Not known: no drafter could be measured. Plain decoding is the provisional choice.", ""),
+    "tune.no-time": (
+        "note", "Not known: the time was too short to compare anything. The provisional choice is {choice}.", ""),
+    "tune.resume": ("note", "More time compares them: --resume --minutes N.", ""),
+    "tune.raced-alone": ("ok", "Raced on {blocks} of {prompts:prompt} beside plain decoding alone.", ""),
+    "tune.raced": ("ok", "Raced on {blocks} of {prompts:prompt} beside plain decoding and {others:3}.", ""),
+    "tune.raced-sure": (
+        "ok", "Raced on {blocks} of {prompts:prompt} beside plain decoding and {others:3}; with 95% confidence none of"
+        " these is more than 5% faster.", ""),
+    "tune.one-prompt": ("note", "One prompt says nothing of others: give more with --prompts.", ""),
+    "tune.time-unknown": ("note", "More time is needed, how much is not known yet: --resume continues.", ""),
+    "tune.hours": ("note", "More than 8 hours would be needed to decide it: --resume continues.", ""),
+    "tune.minutes": (
+        "note", "About {minutes:more minute} would decide it: --resume --minutes {minutes}.", ""),
+    "tune.unraced": ("note", "Not compared: {names:5}.", ""),
+    "tune.gamma": ("ok", "The best fixed γ with its drafter, for engines that need one, is {gamma}.", ""),
+    "tune.cut": ("note", "The target is slow, so outputs were cut after {tokens:token}.", ""),
+    "tune.busy": ("note", "{why} A quiet machine needs less time.", ""),
+    "tune.busy-decided": (
+        "note", "{why} Candidates were measured in turn and corrected for disturbances of single generations, so the"
+        " choice stands; the figures are those of a busy machine.", ""),
     # -- doctor: speculation -------------------------------------------------------------------------
     "speculation.unknown": (
         "note", "The server does not report whether it drafts.",

@@ -6,18 +6,16 @@ import math
 from collections.abc import Iterable, Iterator
 
 from specbench.base.record import Estimate, Json
-from specbench.base.textsafe import counted, listed, one_line
+from specbench.base.textsafe import one_line
+from specbench.findings.catalog import Finding
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
 from specbench.rows import Row
-from specbench.show.document import Items, Paragraph, Part, Sheet, to_text
+from specbench.show.document import Paragraph, Part, Sheet, to_text
 from specbench.tune.candidates import NO_TIME
-from specbench.tune.race import MARGIN, Race
+from specbench.tune.race import Race
 from specbench.tune.search import Search
-
-_NAMED, _OTHERS = 5, 3
-"""Configurations that a sentence lists at most, and rivals with their intervals."""
 
 _LONG = 8 * 60
 """After this many minutes no longer search is advised."""
@@ -31,35 +29,35 @@ def find_answer(search: Search, results: Results) -> TuningAnswer:
 
     It is provisional if the race is not decided, or something that it needs was not measured: see ``race_needs``.
     """
-    race, rows = search.race, search.rows
+    race, best = search.race, search.race.best
     disturbed = results.disturbance.partition(": ")[2]
-    disturbed = disturbed[:1].upper() + disturbed[1:]
-    if not race.blocks:
-        return _predicted_answer(search, disturbed)
-    leader, verdict, best = race.leader, race.verdict, race.best
-    provisional = not race.decided or best is None or bool(_missing(search))
-    what = "" if best is None else f"{_described(rows[best])}, {stats.ratio_text(race.speedup(best))}"
-    if best is None:
-        headline = "Not known: no drafter could be measured. Plain decoding is the provisional choice."
+    verdict = race.verdict if race.blocks else "open"
+    provisional = not race.blocks or not race.decided or best is None or bool(_missing(search))
+    choice = race.plain if verdict in ("equal", "plain") else race.leader
+    name = "tune.open-plain" if race.leader == race.plain else "tune.open"
+    if not race.blocks:  # the time was over before the first one was complete
+        name, best = "tune.no-time", next(iter(race.names[1:]), race.plain)
+        choice = best if search.predicted.get(best, 0.0) > 1.0 else race.plain
+    elif best is None:
+        name = "tune.unmeasured"
     elif verdict == "faster":
-        headline = f"Yes: {what} over plain decoding."
-        if provisional:
-            headline += " Whether it is the fastest is not known yet (provisional)."
-    elif verdict in ("plain", "equal") and not provisional:
-        said = "does not pay" if verdict == "plain" else "gains less than 5%"
-        headline = (
-            f"No, speculation {said} here: the best drafter that was raced is {what} over plain decoding."
-        )
-    elif leader == race.plain:
-        headline = (
-            f"Not known yet: the provisional choice is plain decoding; the best drafter is {what} of it."
-        )
-    else:
-        headline = f"Not known yet: the provisional choice is {what} over plain decoding{_above(race)}."
+        name = "tune.yes-provisional" if provisional else "tune.yes"
+    elif verdict != "open" and not provisional:
+        name = "tune.no" if verdict == "plain" else "tune.equal"
+    numbers = (
+        {}
+        if best is None or not race.blocks
+        else {"name": _described(search.rows[best]), "speedup": race.speedup(best)}
+    )
+    headline = Finding(name, choice=_described(search.rows[choice]), **numbers)
+    details = [*_details(search)] if race.blocks else [Finding("tune.resume")]
+    if disturbed:
+        name = "tune.busy" if verdict == "open" else "tune.busy-decided"
+        details.append(Finding(name, why=disturbed[:1].upper() + disturbed[1:]))
     return TuningAnswer(
-        headline=headline,
-        details=[*_details(search, disturbed)],
-        choice=race.plain if verdict in ("equal", "plain") else leader,
+        headline=headline.text,
+        details=[finding.text for finding in details],
+        choice=choice,
         provisional=provisional,
         measured={
             name: Tuned(
@@ -73,65 +71,27 @@ def find_answer(search: Search, results: Results) -> TuningAnswer:
     )
 
 
-def _predicted_answer(search: Search, disturbed: str) -> TuningAnswer:
-    """Return the answer of a search whose time was over before the first block was complete."""
-    race = search.race
-    best = next(iter(race.names[1:]), race.plain)
-    headline = "Not known: the time was too short to compare anything. The provisional choice is "
-    if search.predicted.get(best, 0.0) > 1.0:
-        headline += f"{_described(search.rows[best])}, predicted {stats.decimals(search.predicted[best])}×."
-    else:
-        best = race.plain
-        headline += "plain decoding."
-    details = ["More time compares them: --resume --minutes N."]
-    if disturbed:
-        details.append(f"{disturbed} A quiet machine takes less time.")
-    return TuningAnswer(headline=headline, details=details, choice=best, provisional=True, measured={})
-
-
-def _above(race: Race) -> str:
-    """Return how many candidates were measured faster than the leader, which is chosen by predictions too."""
-    speedup = race.speedup(race.leader).value
-    above = [name for name in race.measured if race.speedup(name).value > speedup]
-    return f"; {counted(len(above), 'other')} measured higher" if above else ""
-
-
 def _missing(search: Search) -> list[str]:
     """Return what the race needed and did not measure."""
     able = {*search.race.measured}
     return [what for what, names in search.needs(search.predicted).items() if able.isdisjoint(names)]
 
 
-def _details(search: Search, disturbed: str) -> Iterator[str]:
-    """Yield sentences, the first three of which belong to every answer: what was raced, and what was not."""
+def _details(search: Search) -> Iterator[Finding]:
+    """Yield findings, the first of which belong to every answer: what was raced, and what was not."""
     race = search.race
     yield from _raced(search)
     if race.open:
         yield _more_time(search)
-    yield from _unraced(search)
-    leader = _described(search.rows[race.leader])
-    near = [
-        f"{_described(search.rows[name])} ({stats.ratio_text(race.ratio(name, race.leader))})"
-        for name in race.measured
-        if name != race.leader and race.ratio(name, race.leader).value >= 1.0 - MARGIN
-    ]
-    if near:
-        yield f"Within 5% of {leader}: {listed(near, _NAMED)}."
+    if unraced := [*_unraced(search)]:
+        yield Finding("tune.unraced", names=unraced)
     gamma = fixed_gamma(search, race.leader)
     if gamma is not None:
-        yield f"The best fixed γ with its drafter, for engines that need one, is {gamma}."
+        yield Finding("tune.gamma", gamma=gamma)
     if search.tokens is not None:
-        yield f"The target is slow, so outputs were cut after {counted(search.tokens, 'token')}."
-    if disturbed and race.verdict == "open":
-        yield f"{disturbed} A quiet machine needs less time."
-    elif disturbed:
-        yield (
-            f"{disturbed} Candidates were measured in turn and corrected for disturbances of single"
-            " generations, so the choice stands; the figures are those of a busy machine."
-        )
+        yield Finding("tune.cut", tokens=search.tokens)
     if race.leader != race.plain and len(race.measured) > 1:
-        count = len(race.measured)
-        yield f"The speedup is that of the best of {count} on these prompts: expect a little less on others."
+        yield Finding("holds.chosen", count=len(race.measured))
 
 
 def fixed_gamma(search: Search, choice: str) -> int | None:
@@ -150,8 +110,8 @@ def fixed_gamma(search: Search, choice: str) -> int | None:
     return max(same, key=lambda each: search.predicted[each.id]).gamma if same else None
 
 
-def _raced(search: Search) -> Iterator[str]:
-    """Yield a sentence on what else was raced, and how sure it is that none of it is faster."""
+def _raced(search: Search) -> Iterator[Finding]:
+    """Yield what else was raced, and how sure it is that none of it is faster."""
     race, best = search.race, search.race.best
     if best is None:
         return
@@ -160,55 +120,44 @@ def _raced(search: Search) -> Iterator[str]:
         for name in race.ranking
         if name in race.measured and name != best
     ]
-    against = (
-        f"beside plain decoding and {listed(others, _OTHERS)}" if others else "beside plain decoding alone"
-    )
-    prompts = counted(len(search.sweep.prompts), "prompt")
-    sentence = f"Raced on {race.ratio(best, race.plain).prompts} of {prompts} {against}"
-    if others and race.decided and best == race.leader:
-        sentence += "; with 95% confidence none of these is more than 5% faster"
-    yield f"{sentence}."
+    name = "tune.raced-alone"
+    if others:
+        name = "tune.raced-sure" if race.decided and best == race.leader else "tune.raced"
+    blocks = race.ratio(best, race.plain).prompts
+    yield Finding(name, blocks=blocks, prompts=len(search.sweep.prompts), others=others)
 
 
-def _more_time(search: Search) -> str:
-    """Return a sentence on the time that it takes to decide the race."""
-    if len(search.sweep.prompts) == 1:
-        return "One prompt says nothing of others: give more with --prompts."
+def _more_time(search: Search) -> Finding:
+    """Return the time that it takes to decide the race."""
     needed = search.race.blocks_needed()
+    if len(search.sweep.prompts) == 1:
+        return Finding("tune.one-prompt")
     if needed is None:
-        return "More time is needed, how much is not known yet: --resume continues."
+        return Finding("tune.time-unknown")
     minutes = math.ceil(needed * search.block_s / 60)
-    if minutes > _LONG:
-        return f"More than {_LONG // 60} hours would be needed to decide it: --resume continues."
-    return f"About {counted(minutes, 'more minute')} would decide it: --resume --minutes {minutes}."
+    return Finding("tune.hours" if minutes > _LONG else "tune.minutes", minutes=minutes)
 
 
 def _unraced(search: Search) -> Iterator[str]:
-    """Yield a sentence on the drafters without a measurement to the end, those first that a race needs."""
-    race, missing, found = search.race, _missing(search), dict[str, str]()
+    """Yield the drafters without a measurement to the end, with the reason, those first that a race needs."""
+    race, missing = search.race, _missing(search)
     measured = {search.families[name] for name in race.measured}
     failed = [name for name in race.names if name in race.failed]
     names = [*failed, *sorted(search.left_out, key=lambda name: -search.predicted.get(name, 0.0))]
     for name in sorted(names, key=lambda name: search.families[name] not in missing):
         drafter = search.families[name]
-        if drafter not in measured and drafter not in found:
+        if drafter not in measured:
+            measured.add(drafter)
             predicted = search.predicted.get(name)
             reason = search.left_out.get(name) or f"failed: {search.errors.get(name, '')}"
             reason = NO_TIME if reason.startswith(NO_TIME) else reason
-            of_it = [f"predicted {stats.decimals(predicted)}×"] if predicted is not None else []
-            reasons = [*of_it, *([reason] if not reason.startswith("predicted") else [])]
-            found[drafter] = f"{one_line(drafter)} ({'; '.join(reasons).rstrip('.: ')})"
-    if found:
-        yield f"Not compared: {listed([*found.values()], _NAMED)}."
+            reasons = [f"predicted {stats.decimals(predicted)}×"] if predicted is not None else []
+            reasons += [] if reason.startswith("predicted") else [reason]
+            yield f"{drafter} ({'; '.join(reasons).rstrip('.: ')})"
 
 
 def _described(config: Row) -> str:
     return "plain decoding" if config.id == config.baseline else one_line(config.name)
-
-
-def _categories(best: Tuned | None) -> dict[str, Estimate]:
-    """Return the speedups of the best candidate by category."""
-    return {one_line(name): each for name, each in best.categories.items() if each.prompts} if best else {}
 
 
 def tried(search: Search) -> Iterator[Json]:
@@ -269,19 +218,9 @@ def _table(search: Search) -> Sheet:
 
 
 def answer_parts(answer: TuningAnswer, search: Search) -> list[Part]:
-    """Return the answer, its categories and the table of what was raced."""
-    best = answer.measured.get(search.race.best or "")
-    categories = [
-        f"{name}: {stats.ratio_text(ratio)}, {counted(ratio.prompts, 'prompt')}"
-        for name, ratio in sorted(_categories(best).items(), key=lambda each: -each[1].value)
-    ]
-    return [
-        Paragraph(answer.headline, "bold"),
-        *map(Paragraph, answer.details),
-        Items(categories, "By category:"),
-        _table(search),
-        Paragraph(_BOUNDS),
-    ]
+    """Return the answer and the table of what was raced."""
+    said = [Paragraph(answer.headline, "bold"), *map(Paragraph, answer.details)]
+    return [*said, _table(search), Paragraph(_BOUNDS)]
 
 
 def answer_text(answer: TuningAnswer, search: Search, lines: Iterable[str], *, verbose: bool) -> str:
@@ -305,7 +244,11 @@ def as_json(answer: TuningAnswer, search: Search) -> Json:
         "leader": search.race.leader,
         "blocks": search.race.blocks,
         **_estimate(best.speedup if best else None),
-        "categories": {name: _estimate(ratio) for name, ratio in _categories(best).items()},
+        "categories": {
+            one_line(name): _estimate(ratio)
+            for name, ratio in (best.categories.items() if best else ())
+            if ratio.prompts
+        },
         "tried": [
             {**each, "blocks": each["blocks"] or 0, **_estimate(each["speedup"])} for each in tried(search)
         ],
