@@ -247,8 +247,6 @@ def test_pruning_drawn_nodes_by_their_own_q_is_found():
 @pytest.mark.parametrize(
     ("change", "invariant"),
     [
-        (lambda step: {"path": step.path[:-1]}, "count"),
-        (lambda step: {"path": (*step.path[:-1], step.path[-1] + 1) if step.path else (0,)}, "count"),
         (lambda step: {"parents": (-1,) * len(step.drafted)}, "draft"),
         (
             lambda step: {"drafted": (*step.drafted[:-1], step.drafted[-1] ^ 1) if step.drafted else ()},

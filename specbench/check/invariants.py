@@ -19,7 +19,7 @@ from specbench.decoding.stops import special_tokens
 from specbench.decoding.verify import acceptance_probabilities
 from specbench.drafters.drawn import DrawEvent, find_undrawn
 
-Invariant = Literal["position", "draft", "pass", "cache", "count", "choice", "chance", "stop"]
+Invariant = Literal["draft", "pass", "cache", "choice", "chance", "stop"]
 
 _SAME = 1e-6
 """Tolerance for float32 numbers between 0 and 1 that are computed in two ways."""
@@ -79,13 +79,11 @@ class RunRules:
         return any(stop in text or specials.get(stop) in output for stop in stops)
 
 
-def checked(
-    request: Request, rules: RunRules, violations: list[Violation], *, forcing: bool = False
-) -> Iterator[Observation]:
+def checked(request: Request, rules: RunRules, violations: list[Violation]) -> Iterator[Observation]:
     """Decode a request, yield what was observed (see ``observe``), and add to ``violations`` what it violates."""
     before: Observation | None = None
     output: list[int] = []
-    for seen in observe(request, forcing=forcing):
+    for seen in observe(request):
         violations += _check_observation(seen, before, rules)
         yield seen
         output += seen.tokens
@@ -100,30 +98,17 @@ def _check_observation(seen: Observation, before: Observation | None, rules: Run
         before: The previous one; ``None`` for the first.
     """
     step = seen.record.index if isinstance(seen.record, Step) else None
-    complaints: list[tuple[Invariant, str]] = [*_check_position(seen, before), *_check_caches(seen, before)]
+    complaints: list[tuple[Invariant, str]] = [*_check_caches(seen, before)]
+    if before is not None and before.record.finish_reason is not None:
+        complaints.append(("stop", f"it comes after the end of the output ({before.record.finish_reason})"))
     if isinstance(seen.record, Step):
-        complaints += [*_check_draft(seen, rules), *_check_forward(seen), *_check_counts(seen.record)]
+        complaints += [*_check_draft(seen, rules), *_check_forward(seen)]
     if seen.forwards:
         complaints += _check_choices(seen, rules) if rules.sampling.greedy else _check_chances(seen, rules)
     return [Violation(invariant, step, message) for invariant, message in complaints]
 
 
 Complaints = Iterator[tuple[Invariant, str]]
-
-
-def _check_position(seen: Observation, before: Observation | None) -> Complaints:
-    record = seen.record
-    if before is None or isinstance(record, Prefill):
-        if not (before is None and isinstance(record, Prefill)):
-            yield "position", "the run does not begin with one prefill"
-        return
-    expected = before.record.index + 1 if isinstance(before.record, Step) else 0
-    if record.index != expected:
-        yield "position", f"its index is {record.index} instead of {expected}"
-    if record.position != len(seen.context):
-        yield "position", f"its position is {record.position}, but the context has {len(seen.context)} tokens"
-    if before.record.finish_reason is not None:
-        yield "stop", f"it comes after the end of the output ({before.record.finish_reason})"
 
 
 def _check_caches(seen: Observation, before: Observation | None) -> Complaints:
@@ -176,37 +161,6 @@ def _check_forward(seen: Observation) -> Complaints:
         yield "pass", "the forward is not over the draft"
     if len(given.logits) != seen.record.verified:
         yield "pass", f"{len(given.logits)} rows of logits for {seen.record.verified} tokens to verify"
-
-
-def _check_counts(step: Step) -> Complaints:
-    gamma, accepted = step.gamma, step.accepted
-    if not 0 <= accepted <= step.tested <= gamma:
-        yield "count", f"{accepted} accepted, {step.tested} tested, {gamma} drafted"
-    if len(step.tokens) != accepted + (step.closing is not None):
-        yield "count", f"{len(step.tokens)} tokens for {accepted} accepted, closed by {step.closing}"
-    parents = tuple(range(-1, len(step.drafted) - 1)) if step.parents is None else step.parents
-    path = range(min(accepted, gamma)) if step.parents is None else step.path
-    if not {*path} <= {*range(len(parents))}:
-        yield "count", "an accepted node was not drafted"
-        return
-    if tuple(parents[node] for node in path) != (-1, *path)[:-1]:
-        yield "count", "the accepted nodes are no path"
-    if step.tokens[:accepted] != tuple(step.drafted[node] for node in path[:accepted]):
-        yield "count", "the accepted tokens are not the drafted ones"
-    if step.closing is None:
-        if step.finish_reason not in ("eos", "stop-string"):
-            yield "count", "there is no closing token, but nothing stopped the step"
-    elif step.closing != (closing := _closing(step, (-1, *path)[-1] in parents)):
-        yield "count", f"closed by {step.closing} instead of {closing}: {accepted} of {gamma} were accepted"
-    elif step.tested != accepted + (closing == "corrected"):
-        yield "count", f"{step.tested} tested with {accepted} of {gamma} accepted"
-    if len(step.expected_acceptance) != step.tested:
-        yield "count", f"{len(step.expected_acceptance)} terms of α for {step.tested} tested tokens"
-
-
-def _closing(step: Step, has_children: bool) -> str:
-    """Return the kind of the step's last token; ``has_children`` says whether the last accepted node has children."""
-    return "corrected" if has_children else "bonus" if step.drafted else "target"
 
 
 def _check_choices(seen: Observation, rules: RunRules) -> Complaints:

@@ -5,7 +5,6 @@ The loop is not changed: the caller records its forwards, and wrappers record it
 
 from __future__ import annotations
 
-import random as standard_random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -149,21 +148,16 @@ class _RecordingDrafter:
 
 
 class _Recorder(Randomness):
-    """Randomness that records every event. With ``forcing``, every second test gets a random one of its possible
-    outcomes.
-
-    The emitted distribution of a step is computed from its distributions, not from the outcome. So forcing does not
-    bias it: it only makes rejections occur at all positions, even if nearly everything is accepted.
+    """Randomness that records every event.
 
     Attributes:
         seen: What happens until the loop's next record.
         drafting: Whether the drafter is running.
     """
 
-    def __init__(self, seed: int, seen: Observation, *, forcing: bool) -> None:
+    def __init__(self, seed: int, seen: Observation) -> None:
         super().__init__(seed)
         self.seen, self.drafting = seen, False
-        self._choices = standard_random.Random(seed) if forcing else None
 
     def _note(self, event: Event) -> None:
         (self.seen.drafting if self.drafting else self.seen.events).append(event)
@@ -175,22 +169,8 @@ class _Recorder(Randomness):
 
     def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
         accepted, r = super().test(acceptance)
-        if self._choices is not None and self._choices.random() < 0.5:
-            accepted = self._choices.choice(_possible_outcomes(acceptance.tolist()))
-            r = [0.0] * accepted + [1.0] * (len(r) - accepted)
         self._note(AcceptanceEvent(acceptance, accepted))
         return accepted, r
-
-
-def _possible_outcomes(acceptance: Sequence[float]) -> list[int]:
-    """Return the numbers of accepted tokens with a probability above 0."""
-    outcomes = []
-    for position, chance in enumerate(acceptance):
-        if chance < 1.0:
-            outcomes.append(position)
-        if not chance > 0.0:
-            return outcomes
-    return [*outcomes, len(acceptance)]
 
 
 def scorers_of(drafter: Drafter) -> list[Scorer]:
@@ -198,15 +178,10 @@ def scorers_of(drafter: Drafter) -> list[Scorer]:
     return [model.scorer for model in models_of(drafter) if not isinstance(model, TranslatingDrafter)]
 
 
-def observe(request: Request, *, forcing: bool = False) -> Iterator[Observation]:
-    """Decode a request and yield every record with what happened.
-
-    Args:
-        request: What decides the output; it can be decoded again.
-        forcing: Force half of the outcomes of tests, see ``_Recorder``.
-    """
+def observe(request: Request) -> Iterator[Observation]:
+    """Decode a request, which can be decoded again, and yield every record with what happened."""
     seed, target, stops = request.random.generator.initial_seed(), scorer_of(request), request.stops
-    recorder = _Recorder(seed, Observation(tuple(request.prompt)), forcing=forcing)
+    recorder = _Recorder(seed, Observation(tuple(request.prompt)))
     drafter: Any = _RecordingDrafter(request.drafter, recorder)
     recorded = replace(
         request,

@@ -119,11 +119,7 @@ class DecodingCheck:
         if self.plain:
             return len(self.exact) + len(self.differences("transformers"))
         if self.sampled:
-            return sum(
-                position.kind in ("tested", "enumerated")
-                for case in self.exact
-                for position in case.positions
-            )
+            return sum(case.tested for case in self.exact)
         return sum(result.output.drafted for result in self.greedy)
 
     @property

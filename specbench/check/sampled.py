@@ -1,4 +1,4 @@
-"""Check sampled outputs: the exact distribution of every step."""
+"""Check sampled outputs: what every step draws from, and the verification that it uses."""
 
 from __future__ import annotations
 
@@ -9,26 +9,20 @@ from typing import Literal
 
 import torch
 
-from specbench.check.exact import (
-    ENUMERATION_LIMIT,
-    ForcedRandomness,
-    acceptance_by_token,
-    emitted_distribution,
-    enumeration_error,
-    error_limit,
-    likely_tokens,
-    total_variation,
-)
+from specbench.check.exact import enumeration_error, likely_tokens, total_variation
 from specbench.check.invariants import RunRules, Violation, checked, target_distributions
 from specbench.check.observe import Observation
 from specbench.decoding.drafts import Draft
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
 
+LARGEST_ERROR = 1e-5
+"""Total variation that rounding may cause."""
+
 _EQUAL = 1e-3
 """Total variation up to which p and q are too close for an enumeration to show anything."""
 
-Position = Literal["first", "tested", "enumerated", "bonus", "target"]
+Position = Literal["first", "enumerated", "corrected", "bonus", "target"]
 
 
 @dataclass(frozen=True)
@@ -37,10 +31,9 @@ class ExactPosition:
 
     Attributes:
         step: Index of the step; ``None`` for the prefill.
-        kind: ``tested`` for a tested draft token, whether it was accepted or not, ``enumerated`` where that takes an
-            enumeration over a few tokens; else the kind of the step's last token, ``first`` for the prefill's.
+        kind: ``enumerated`` for all outcomes of the verification over a few tokens; else the kind of the step's last
+            token, ``first`` for the prefill's.
         error: Total variation of the emitted distribution from p.
-        limit: The error that rounding may cause.
     """
 
     prompt: str
@@ -48,19 +41,19 @@ class ExactPosition:
     position: int
     kind: Position
     error: float
-    limit: float
 
     @property
     def sound(self) -> bool:
-        return self.error < self.limit
+        return self.error < LARGEST_ERROR
 
 
 @dataclass(frozen=True)
 class ExactCase:
-    """The exact test of one prompt."""
+    """The exact test of one prompt, with its numbers of steps and of tested draft tokens."""
 
     prompt: str
     steps: int
+    tested: int
     positions: tuple[ExactPosition, ...]
     violations: tuple[Violation, ...]
 
@@ -70,64 +63,64 @@ class ExactCase:
 
 
 def check_exact(request: Request, name: str) -> ExactCase:
-    """Sample one output, and compute the emitted distributions from each step's own p, q, chances and draws.
+    """Sample one output, and compare the distributions that its tokens come from with p.
 
-    At every tested position the verification is asked what it does with an acceptance and with a rejection, whatever
-    the step's own draw was; the distribution follows from the formula of ``specbench.check.exact``, or from an
-    enumeration over a few tokens where that does not apply, and once for each output with chains: where p and q are
-    equal, it tries another q. The last token of each step gives another position: the distribution that it was really
-    drawn from. Half of the outcomes of tests are forced, so that all of them occur.
+    The last token of each step is drawn from p, or after a rejection from what is left of it, norm((p - q)₊). Every
+    test of a draft token is an invariant. Whether both together give p is enumerated over a few tokens: once for each
+    output where min(1, p/q) tests drafts, in every step with other verification methods.
     """
     rules = RunRules(request)
     positions: list[ExactPosition] = []
     violations: list[Violation] = []
-    steps = 0
-    for seen in checked(request, rules, violations, forcing=True):
-        step = seen.record.index if isinstance(seen.record, Step) else None
-        positions += [ExactPosition(name, step, *place) for place in _positions(seen, rules)]
-        if rules.is_chain_test and not any(position.kind == "enumerated" for position in positions):
-            positions += [ExactPosition(name, step, *place) for place in _enumerated(seen, rules)]
-        steps += step is not None
-    return ExactCase(name, steps, tuple(positions), tuple(violations))
+    steps = tested = 0
+    for seen in checked(request, rules, violations):
+        step = seen.record if isinstance(seen.record, Step) else None
+        places = [*_drawn(seen, rules)]
+        if not (rules.is_chain_test and any(position.kind == "enumerated" for position in positions)):
+            places += _enumerated(seen, rules)
+        positions += [ExactPosition(name, None if step is None else step.index, *place) for place in places]
+        if step is not None:
+            steps, tested = steps + 1, tested + step.tested
+    return ExactCase(name, steps, tested, tuple(positions), tuple(violations))
 
 
-def _positions(seen: Observation, rules: RunRules) -> Iterator[tuple[int, Position, float, float]]:
-    """Compare the distributions of a step's tokens with p; yield place, kind, error and its limit."""
+def _drawn(seen: Observation, rules: RunRules) -> Iterator[tuple[int, Position, float]]:
+    """Compare the distribution of a step's last token with the right one; yield its place, kind and error."""
     draws, tests, draft = seen.draws, seen.tests, seen.draft
     if len(seen.forwards) != 1 or not draws:
         return  # a violation, reported elsewhere
     step = seen.record if isinstance(seen.record, Step) else None
     p = target_distributions(seen, rules.sampling)
+    used = draws[-1].distribution.to(p.device)
     path: Sequence[int] = ()
     if rules.is_chain_test:
         if len(draws) > 1 or len(tests) > 1:
             return
-        accepted = tests[0].accepted if tests else 0
-        path = range(accepted)
-        for i in range(min(accepted + 1, len(draft.tokens))):
-            used, closing = tests[0].acceptance, draws[0].distribution
-            if i < accepted:
-                forced = ForcedRandomness(i)
-                rules.verification.judge(draft, seen.forwards[0].logits, seen.context, rules.sampling, forced)
-                used, closing = forced.acceptance, forced.drawn_from
-            acceptance = acceptance_by_token(draft, p, i)
-            acceptance[draft.tokens[i]] = float(used[i])  # exactly what was used
-            error = total_variation(emitted_distribution(draft, i, acceptance, closing.to(p.device)), p[i])
-            yield i, "tested", error, error_limit(draft, p, i)
-        if accepted < len(draft.tokens):
+        path = range(tests[0].accepted if tests else 0)
+        if len(path) < len(draft.tokens):
+            rest = _rest(draft, p[len(path)], len(path))
+            # A wrong distribution after a rejection is as wrong as rejections are frequent.
+            error = total_variation(used, rest) * float(rest.sum()) if float(rest.sum()) > 0.0 else 0.0
+            yield len(path), "corrected", error
             return
     elif step is not None:
         path = step.path if step.parents is not None else range(step.accepted)
-        yield from _enumerated(seen, rules)
         if step.closing is None or step.closing == "corrected" or max(path, default=-1) + 1 >= len(p):
             return  # its distribution depends on the draft, or it is a violation, too
-    node = path[-1] if path else -1
     kind: Position = "first" if step is None else "bonus" if path else "target"
-    error = total_variation(draws[-1].distribution.to(p.device), p[node + 1])
-    yield len(path), kind, error, error_limit(Draft(), p, node + 1)
+    yield len(path), kind, total_variation(used, p[path[-1] + 1 if path else 0])
 
 
-def _enumerated(seen: Observation, rules: RunRules) -> Iterator[tuple[int, Position, float, float]]:
+def _rest(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
+    """Return (p - q)₊ where token ``i`` of a chain is rejected, [vocab]."""
+    q = torch.zeros_like(p) if draft.q is None else draft.q[i]
+    rest = (p - q).clamp_min(0.0)
+    if draft.q is None:
+        rest[draft.tokens[i]] = 0.0
+    return rest
+
+
+def _enumerated(seen: Observation, rules: RunRules) -> Iterator[tuple[int, Position, float]]:
     """Yield the errors over all outcomes of drawing and testing two drafts in a row, over the likeliest tokens: after
     the context, and after each accepted node.
     """
@@ -155,8 +148,12 @@ def _enumerated(seen: Observation, rules: RunRules) -> Iterator[tuple[int, Posit
         # are equal, every verdict is right.
         if total_variation(rows_p[0], q[0]) <= _EQUAL:
             q = rows_p.flip(-1)
-        error = max(enumeration_error(rules.verification, *pair) for pair in ((rows_p, q), (q, rows_p)))
-        yield i, "enumerated", error, ENUMERATION_LIMIT
+        certain = rules.is_chain_test and first_q is None
+        errors = [
+            enumeration_error(rules.verification, *pair, certain=certain)
+            for pair in ((rows_p, q), (q, rows_p))
+        ]
+        yield i, "enumerated", max(errors)
 
 
 def _normalized(weights: torch.Tensor) -> torch.Tensor:
