@@ -103,7 +103,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
 def _observe(request: Request, record: Prefill | Step) -> None:
     """Let the draft policy begin after the prefill, or learn from a step."""
     if isinstance(record, Step):
-        request.policy.observe(record.unforced)
+        request.policy.observe(record)
         return
     unread, prior = request.drafter.unread(request.prompt), request.drafter.traits.prior
     token_s = record.time_s / record.prompt_tokens

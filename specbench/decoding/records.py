@@ -7,7 +7,7 @@ accepted) or a *target* token (nothing was drafted).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from specbench.base.textsafe import counted
@@ -176,7 +176,6 @@ class Step:
         path: The accepted nodes of a tree, root to leaf, ignoring stops; empty for a chain.
         forced: Places of the draft tokens that the drafter ``grammar`` drafted: the format allows no others there.
         experts: What its pass read; ``None`` for a target without experts, or where they are not counted.
-        hidden: Forced tokens that ``unforced`` has left out.
 
     Examples:
         >>> step = result.steps[0]
@@ -202,31 +201,11 @@ class Step:
     path: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()
     experts: ExpertsRead | None = None
-    hidden: int = 0
 
     @property
     def forced_accepted(self) -> int:
         """How many of the accepted draft tokens were forced: all that were reached and are output."""
         return sum(place < self.accepted for place in self.forced)
-
-    @property
-    def unforced(self) -> Step:
-        """The step without its forced tokens, from which draft policies learn; its pass verified them too."""
-        if not self.forced:
-            return self
-        chosen = [i for i in range(len(self.drafted)) if i not in self.forced]
-        tested = [i for i in chosen if i < self.tested]
-        return replace(
-            self,
-            drafted=tuple(self.drafted[i] for i in chosen),
-            accepted=self.accepted - self.forced_accepted,
-            tested=len(tested),
-            tokens=tuple(token for i, token in enumerate(self.tokens) if i not in self.forced),
-            expected_acceptance=tuple(self.expected_acceptance[i] for i in tested),
-            verdicts=None,
-            forced=(),
-            hidden=len(self.forced),
-        )
 
     @property
     def gamma(self) -> int:
@@ -236,7 +215,7 @@ class Step:
     @property
     def verified(self) -> int:
         """Rows of the target's pass: one for the context, one for each draft token."""
-        return 1 + len(self.drafted) + self.hidden
+        return 1 + len(self.drafted)
 
     @property
     def origins(self) -> tuple[Origin, ...]:

@@ -54,7 +54,7 @@ class CascadeDrafter(Drafter):
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         mixed = MixedDraft(self.free, plan, context)
-        draft, policy = mixed.draft, mixed.policy
+        draft, policy = mixed.draft, plan.policy
         limit = policy.begin_step(plan.budget)
         with self.model.drafting(context, draft):
             while mixed.continues(limit):
@@ -73,7 +73,7 @@ class CascadeDrafter(Drafter):
                 else:
                     if not (self.model.can_read(context, draft.tokens) and policy.expand(draft)):
                         break
-                    drawn = yield from self.model.draw(context, draft, mixed.plan, limit)
+                    drawn = yield from self.model.draw(context, draft, plan, limit)
                     if drawn is None:
                         break
                     mixed.add(*drawn)

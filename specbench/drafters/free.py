@@ -13,12 +13,11 @@ import torch
 from specbench.decoding.clocks import Clock
 from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree, Guess, Source
-from specbench.decoding.protocols import Drafter, DrafterTraits, DraftPolicy, top
+from specbench.decoding.protocols import Drafter, DrafterTraits, top
 from specbench.decoding.tree import grow_tree
 from specbench.specs.policies import LONGEST_DRAFT
 
 if TYPE_CHECKING:
-    from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
     from specbench.decoding.sampling import Sampling
     from specbench.specs.drafters import FreeSpec
@@ -119,7 +118,7 @@ class FreeDrafter(Drafter):
         """Draft guesses until one is missing."""
         yield from ()  # no passes
         growing = MixedDraft(self, plan, context)
-        draft, policy = growing.draft, growing.policy
+        draft, policy = growing.draft, plan.policy
         draft.passes = None
         limit = policy.begin_step(plan.budget if self.longest is None else min(plan.budget, self.longest))
         while growing.continues(limit):
@@ -174,18 +173,13 @@ class MixedDraft:
     Args:
         free: Makes the guesses; it reads the context now.
         plan, context: See ``Drafter.propose``.
-
-    Attributes:
-        plan: The plan, with a policy that does not see forced tokens; ``policy`` is this policy.
     """
 
     def __init__(self, free: FreeDrafter, plan: StepPlan, context: Sequence[int]) -> None:
         self.draft = Draft(prefill_s=free.read(context), passes=0)
         self._q: list[torch.Tensor | None] = []
-        self._context = context
-        self._unforced = _UnforcedPolicy(plan.policy) if free.forces else None
-        self.policy = self._unforced or plan.policy
-        self.plan = replace(plan, policy=self.policy)
+        self._context, self._plan = context, plan
+        self._forces, self._forced = free.forces, 0
 
     def continues(self, limit: int) -> bool:
         """Add the tokens that are forced now; return whether a token of another origin may follow.
@@ -193,21 +187,23 @@ class MixedDraft:
         Args:
             limit: The longest draft, without its forced tokens.
         """
-        draft, forced = self.draft, 0
-        if self._unforced:
-            while (token := _forced_token(self._context, draft, self.plan)) is not None:
-                self.add(token, "forced", None)
-            forced = draft.sources.count("forced")
-        return len(draft.tokens) - forced < limit and len(draft.tokens) < self.plan.budget
+        tokens, plan = self.draft.tokens, self._plan
+        while self._forces and len(tokens) < min(plan.budget, LONGEST_DRAFT):
+            mask = plan.sampling.mask_after(self._context, tokens)
+            if mask is None or mask.only is None:
+                break
+            self.add(mask.only, "forced", None)
+            self._forced += 1
+        return len(tokens) - self._forced < limit and len(tokens) < plan.budget
 
     def add_guess(self, guess: Guess) -> None:
         """Add a guess; one with a distribution is drawn now, and in greedy decoding its likeliest token is taken."""
         token, q = int(guess.token), guess.q
-        if q is not None and self.plan.sampling.greedy:
+        if q is not None and self._plan.sampling.greedy:
             token, q = int(q.argmax()), None
         elif q is not None:
             q = q.clone()  # its owner may write the next one into it
-            token = self.plan.random.draw(q)
+            token = self._plan.random.draw(q)
         self.add(token, guess, q)
 
     def add(self, token: int, source: Source, q: torch.Tensor | None) -> None:
@@ -219,53 +215,11 @@ class MixedDraft:
 
     def finished(self) -> Draft:
         draft = self.draft
-        if self._unforced is not None:
-            self._unforced.update(draft)
         known = next((q for q in self._q if q is not None), None)
         if known is not None:
             rows = zip(draft.tokens, self._q, strict=True)
             draft.q = torch.stack([_one_hot(token, known) if q is None else q for token, q in rows])
         return draft
-
-
-def _forced_token(context: Sequence[int], draft: Draft, plan: StepPlan) -> int | None:
-    """Return the only token that the format allows after a draft; ``None`` if there is none, or no room for it."""
-    if len(draft.tokens) >= min(plan.budget, LONGEST_DRAFT):
-        return None
-    mask = plan.sampling.mask_after(context, draft.tokens)
-    return None if mask is None else mask.only
-
-
-class _UnforcedPolicy(DraftPolicy):
-    """Shows a draft policy a chain without its forced tokens, which it neither chose nor can learn from."""
-
-    def __init__(self, policy: DraftPolicy) -> None:
-        self.name, self.unconditional = policy.name, policy.unconditional
-        self._policy, self._seen = policy, Draft()
-
-    def begin_step(self, budget: int) -> int:
-        self._seen = Draft()
-        return self._policy.begin_step(budget)
-
-    def expand(self, draft: Draft) -> Sequence[int]:
-        return (len(draft.tokens) - 1,) if self._policy.expand(self.update(draft)) else ()
-
-    def num_children(
-        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
-    ) -> Sequence[int]:
-        seen = self.update(draft)
-        return self._policy.num_children(seen, (len(seen.tokens) - 1,), distributions)
-
-    def prefers_model(self, draft: Draft) -> bool:
-        return self._policy.prefers_model(self.update(draft))
-
-    def update(self, draft: Draft) -> Draft:
-        """Return what the policy sees of a draft: always the same object, since policies keep it until they learn."""
-        seen, pairs = self._seen, zip(draft.tokens, draft.sources, strict=True)
-        seen.tokens = [token for token, source in pairs if source != "forced"]
-        seen.sources = [source for source in draft.sources if source != "forced"]
-        seen.passes, seen.next_is_read, seen.guess = draft.passes, draft.next_is_read, draft.guess
-        return seen
 
 
 def _one_hot(token: int, like: torch.Tensor) -> torch.Tensor:

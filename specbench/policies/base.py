@@ -98,7 +98,7 @@ def normalized_entropy(logits: Logits) -> float:
 
 def is_guess(draft: Draft, i: int) -> bool:
     """Return whether token ``i`` was found without a forward pass; the next one may be known already."""
-    return isinstance(draft.source(i), Guess)
+    return isinstance(draft.source(i), Guess | str)  # or forced by the format
 
 
 def confidence(draft: Draft, i: int) -> float:
