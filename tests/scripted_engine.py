@@ -145,7 +145,6 @@ class ScriptedEngine(BenchEngine):
         self,
         prompt: Sequence[int],
         widths: Sequence[int],
-        tree_nodes: Sequence[int] = (),
         context: int | None = None,
     ) -> list[CostLine]:
         self.cost_calls.append(tuple(widths))

@@ -76,9 +76,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
         took = seconds * tokens / factors.get(config.id, 1.0) * (1 + prompt[-1] % 5 / 100)
         return taking(outcome, took, steps=verifying(outcome.steps, [seconds] * len(outcome.steps.drafted)))
 
-    def costs(
-        self: Any, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = (), *_: object
-    ) -> list[CostLine]:
+    def costs(self: Any, prompt: Sequence[int], widths: Sequence[int], *_: object) -> list[CostLine]:
         return cost_lines(
             {n: [seconds] for n in widths}, {each.name: [seconds / 10] for each in self.drafters}, 256
         )

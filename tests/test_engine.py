@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import Ticking
-from scripted_engine import cost_lines, grid_of, specs_of
+from scripted_engine import grid_of, specs_of
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import GenerationConfig
 
@@ -25,7 +25,6 @@ from specbench.models.prepare import LoadedDrafter, prepare
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
-from specbench.results.lines import CostLine
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import Lookup, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
@@ -197,21 +196,6 @@ def test_costs_are_times_of_single_passes(engine):
     assert len(pass_costs(costs).drafter_s) == 3
     assert {line.passes for line in costs if line.kind == "drafter"} == {1, 4}
     # Nothing is left behind.
-    assert run(engine, grid()[0]).token_ids == plainly(engine)
-
-
-def test_drafters_are_timed_with_several_nodes_abreast(engine):
-    engine._clock = Ticking()
-    costs = engine.measure_costs(PROMPT, [1], (2, 3))
-    timed = {(line.drafter, line.nodes): len(line.seconds) for line in costs if line.kind == "tree"}
-    assert timed == {(name, nodes): 2 for name in ("small", "self:int8") for nodes in (2, 3)}
-    several = {("a", 4): [7.0], ("a", 2): [4.0], ("b", 2): [1.0]}
-    trees = [
-        CostLine(kind="tree", drafter=name, nodes=nodes, seconds=seconds, context_tokens=5)
-        for (name, nodes), seconds in several.items()
-    ]
-    rows_s = pass_costs([*cost_lines({1: [1.0]}, {"a": [2.0, 3.0, 9.0]}, 5), *trees]).rows_s
-    assert rows_s == {"a": {2: 3.0, 4: 4.0}}, "no pass takes less than one with a single row"
     assert run(engine, grid()[0]).token_ids == plainly(engine)
 
 

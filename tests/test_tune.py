@@ -182,9 +182,7 @@ class TimedEngine(ScriptedEngine):
         self.clock.seconds += seconds + outcome.ttft_s
         return taking(outcome, seconds)
 
-    def measure_costs(
-        self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = (), *_: object
-    ) -> list[CostLine]:
+    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int], *_: object) -> list[CostLine]:
         self.cost_calls.append(tuple(widths))
         return cost_lines(
             {n: [self.pass_s] for n in widths}, {name: [s] for name, s in self.drafters_s.items()}, 256
@@ -199,7 +197,7 @@ def all_accepted(
     found = {}
     for row in sweep.configs[1:] if costs.target_s[1] else ():
         gamma = row.gamma or GAMMAS[-1]
-        found[row.id] = (gamma + 1) / (1 + gamma * costs.c(row.drafter))
+        found[row.id] = (gamma + 1) / (1 + gamma * costs.drafter_s[row.drafter] / costs.target_s[1])
     return found, {}
 
 

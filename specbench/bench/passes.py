@@ -28,40 +28,27 @@ _DRAFTED = 4  # tokens of the longer drafts, which show what passes after the fi
 _AGAIN, _FALL = 2, 0.1
 """How often all passes are timed again while one over fewer tokens seems to take this share longer than a wider one."""
 
-TREE_NODES = (1, 2, 4, 8)
-"""Numbers of tree nodes in the timed passes of drafters."""
-
 Name = TypeVar("Name")
 
 
 def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
     """Return the median times of forward passes in lines of ``costs.jsonl``, fitted over lengths of context if there
     are several.
-
-    A line for trees has the time of two forward passes together. The time of the second one is this time minus that of
-    the first one.
     """
     contexts = {line.context_tokens for line in lines if line.kind != "reading"}
     first = min(contexts, default=0)
     targets = _by_context(_medians(lines, "target", "tokens", "context_tokens"))
     drafts = _by_context(_medians(lines, "drafter", "drafter", "passes", "context_tokens"))
     drafters = {name: times for (name, passes), times in drafts.items() if passes == 1}
-    trees = _by_context(_medians(lines, "tree", "drafter", "nodes", "context_tokens"))
     fitted = {key: fit_context(times) for key, times in {**targets, **drafters}.items()}
     draft_s = {name: fitted[name][0] for name in drafters}
     later_s = _later_passes(drafts, {name: fitted[name][1] for name in drafters}, first)
-    rows: dict[str, dict[int, float]] = {}
-    for (name, nodes), times in sorted(trees.items()):
-        if name in drafters:
-            least = min(draft_s[name], later_s.get(name, math.inf))
-            rows.setdefault(name, {})[nodes] = max(least, fit_context(times)[0] - draft_s[name])
     target = {n: fitted[n][0] for n in sorted(targets)}
     reading = _by_context(_medians(lines, "reading", "drafter", "context_tokens"))
     costs = PassCosts(
         target,
         draft_s,
         first,
-        rows,
         reading_s={name: dict(sorted(times.items())) for name, times in reading.items()},
         later_s=later_s,
     )
@@ -71,7 +58,6 @@ def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
     return msgspec.structs.replace(
         costs,
         context_s={n: fitted[n][1] for n in targets},
-        drafter_context_s={name: fitted[name][1] for name in drafters},
         error=math.sqrt(sum(error**2 for error in errors) / max(1, len(errors))),
     )
 
@@ -168,18 +154,16 @@ class _Passes:
             self._scorer.rollback(len(self._text) - 1)
         return took
 
-    def draft(self, drafter: Drafter, tokens: int = 1, nodes: int = 0) -> float:
-        """Time drafting tokens, or a tree with ``nodes`` nodes and one child of each."""
+    def draft(self, drafter: Drafter, tokens: int = 1) -> float:
+        """Time drafting tokens."""
         from specbench.decoding.protocols import StepPlan, run_to_end
         from specbench.decoding.sampling import Randomness, Sampling
         from specbench.policies import FixedLength
-        from specbench.policies.trees import StaticTreePolicy
 
         name = drafter.traits.name
-        shape = StaticTreePolicy.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(tokens)
-        most = 2 if nodes else tokens
+        plan = StepPlan(tokens, FixedLength(tokens), Sampling(), Randomness(0))
         began = self._clock()
-        found = run_to_end(drafter.propose(self._text, StepPlan(most, shape, Sampling(), Randomness(0))))
+        found = run_to_end(drafter.propose(self._text, plan))
         took = self._clock() - began
         self.reading[name] = self.reading.get(name, 0.0) + found.prefill_s
         if tokens > 1:
@@ -187,11 +171,11 @@ class _Passes:
         drafter.update(_no_tokens(self._text))
         return took
 
-    def drafting(self, drafter: Drafter, **what: int) -> float:
+    def drafting(self, drafter: Drafter, tokens: int = 1) -> float:
         """Time a draft with what it costs the target: its next pass finds less in the caches than one after a pass."""
         from specbench.drafters.parts import models_of
 
-        took = self.draft(drafter, **what)
+        took = self.draft(drafter, tokens)
         return took + (max(0.0, self.target(2) - self.target(2)) if models_of(drafter) else 0.0)
 
 
@@ -204,7 +188,6 @@ def time_passes(
     rounds: int,
     order: Random,
     *,
-    tree_nodes: Sequence[int] = (),
     context: int | None = None,
 ) -> list[CostLine]:
     """Time forwards of a target and drafts of one and of several tokens in turn, after the same context. The target's
@@ -216,7 +199,6 @@ def time_passes(
         widths: Numbers of tokens in a forward pass of the target.
         clock: Clock of the target's device.
         rounds, order: Number of forward passes of each kind, and the random generator that shuffles them.
-        tree_nodes: Numbers of tree nodes in a forward pass, for drafters that draft trees.
         context: Tokens of context; ``None`` for 256. A drafter that cannot read so many is not timed.
     """
     from specbench.drafters.parts import context_limit, without_guesses
@@ -232,8 +214,6 @@ def time_passes(
     for drafter in drafters.values():
         jobs[drafter, "one"] = partial(timed.drafting, drafter)
         jobs[drafter, "several"] = partial(timed.drafting, drafter, tokens=_DRAFTED)
-        for nodes in tree_nodes if drafter.traits.trees else ():
-            jobs[drafter, nodes] = partial(timed.drafting, drafter, nodes=nodes)
     with without_guesses(drafters.values()):
         times = time_in_turn(jobs, rounds, order)
         for _ in range(_AGAIN):
@@ -253,11 +233,6 @@ def time_passes(
             lines.append(CostLine(kind="drafter", seconds=times[drafter, "several"], passes=count, **at))
         if read_s > 0:
             lines.append(CostLine(kind="reading", seconds=[read_s], **at))
-        lines += [
-            CostLine(kind="tree", nodes=nodes, seconds=times[drafter, nodes], **at)
-            for nodes in tree_nodes
-            if drafter.traits.trees
-        ]
     return lines
 
 

@@ -24,7 +24,7 @@ from specbench.bench.contexts import ContextPrompts
 from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep
 from specbench.bench.manifest import now
-from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs
+from specbench.bench.passes import cost_widths, pass_costs
 from specbench.bench.serving import BenchRequest, Workload
 from specbench.bench.stopping import until_answered
 from specbench.decoding.clocks import Clock
@@ -328,7 +328,7 @@ class Session:
             self._prompts.at(self.sweep.prompts[0].id, Condition(context=context)), []
         )
         widths = cost_widths(options.gammas, trees)
-        return self.engine.measure_costs(prompt, widths, TREE_NODES if trees else (), context)
+        return self.engine.measure_costs(prompt, widths, context)
 
 
 def _said(output: Generation) -> Sequence[int] | str:

@@ -35,7 +35,7 @@ def plot(
         typer.Option("--out", metavar="DIR", help="Output folder. Default: plots/ in the run's folder."),
     ] = None,
 ) -> None:
-    """Draw the figures of runs: speedup, acceptance, where the time goes, prediction, categories."""
+    """Draw the figures of runs: speedup, acceptance, where the time goes."""
     written: list[Path] = []
 
     def draw(run: Path, folder: Path) -> None:

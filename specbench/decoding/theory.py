@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
@@ -11,7 +10,6 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from specbench.base.record import Seconds, ratio
-from specbench.decoding.records import depths_of
 
 SLOPE = 0.02
 """The assumed cost of another token in a target pass, in units of v(1)."""
@@ -34,13 +32,6 @@ def expected_tokens_by_position(rates: Iterable[float]) -> list[float]:
     return found
 
 
-def read_by_depth(parents: Sequence[int]) -> list[int]:
-    """Return the rows of the passes that draft a tree, after the first: by depth the nodes with children."""
-    depths = depths_of(parents)
-    counts = Counter(depths[node] for node in set(parents) if node >= 0)
-    return [counts[depth] for depth in range(1, len(counts) + 1)]
-
-
 def relative_pass(seconds: float, one_s: float) -> float:
     """Return the time of a target's pass over that with one token: at least 1, whatever noise says; NaN if that is 0.
 
@@ -48,9 +39,6 @@ def relative_pass(seconds: float, one_s: float) -> float:
     """
     return max(ratio(seconds, one_s), 1.0)  # of NaN and 1 the first
 
-
-_LEAST = 0.1
-"""A time extrapolated to a shorter context keeps at least this share, since the fitted line may fall below 0."""
 
 PassSeconds = Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Seconds]
 """Seconds of forward passes by tokens, nodes or requests; ascending. A coarse clock measures 0."""
@@ -65,7 +53,6 @@ class PassCosts(
         "drafter_s": "drafter_pass_s",
         "later_s": "drafter_later_pass_s",
         "context": "context_tokens",
-        "rows_s": "drafter_rows_s",
         "context_s": "target_context_s",
         "error": "context_error",
         "reading_s": "drafter_reading_s",
@@ -79,10 +66,8 @@ class PassCosts(
         target_s: Of the target, by number of tokens, ascending; none longer than one with more tokens.
         drafter_s: Of drafting one token, by drafter: of the first pass of a draft.
         context: Tokens of context they were timed at, of several lengths the shortest; ``None`` if unknown.
-        rows_s: Of one pass that drafts after several nodes of a tree, by drafter and number of nodes, ascending.
         context_s: By which a target's pass takes longer with each further token of context, by number of tokens in the
             pass; empty if one length was timed.
-        drafter_context_s: The same of drafting one token, by drafter.
         error: Root mean square of the fit's relative errors; ``None`` if one length was timed.
         reading_s: Seconds in which a drafter reads a context before it can draft, by drafter and tokens; empty without.
         later_s: Of each further pass of a chain, by drafter; where it was not timed, as the first.
@@ -91,39 +76,14 @@ class PassCosts(
     target_s: PassSeconds
     drafter_s: Mapping[str, Seconds] = {}
     context: int | None = None
-    rows_s: Mapping[str, PassSeconds] = {}
     context_s: PassSeconds = {}
-    drafter_context_s: Mapping[str, Seconds] = {}
     error: float | None = None
     reading_s: Mapping[str, PassSeconds] = {}
     later_s: Mapping[str, Seconds] = {}
 
     def __post_init__(self) -> None:
         force_setattr(self, "target_s", never_falling(self.target_s))
-        force_setattr(self, "context_s", _ascending(self.context_s))
-        force_setattr(self, "rows_s", {name: _ascending(rows) for name, rows in self.rows_s.items()})
-
-    def at(self, context: float) -> PassCosts:
-        """Return the costs after ``context`` tokens, by the fit; these costs if one length was timed."""
-        if not self.context_s or self.context is None:
-            return self
-        more = context - self.context
-
-        def moved(seconds: float, slope: float) -> float:
-            return max(seconds + slope * more, _LEAST * seconds)
-
-        slopes = self.drafter_context_s
-        return PassCosts(
-            {n: moved(seconds, self.context_s.get(n, 0.0)) for n, seconds in self.target_s.items()},
-            {name: moved(seconds, slopes.get(name, 0.0)) for name, seconds in self.drafter_s.items()},
-            round(context),
-            {
-                name: {nodes: moved(seconds, slopes.get(name, 0.0)) for nodes, seconds in rows.items()}
-                for name, rows in self.rows_s.items()
-            },
-            reading_s=self.reading_s,
-            later_s={name: moved(seconds, slopes.get(name, 0.0)) for name, seconds in self.later_s.items()},
-        )
+        force_setattr(self, "context_s", dict(sorted(self.context_s.items())))
 
     def target_pass_s(self, n: float) -> float:
         """Return the seconds of a target's pass with ``n`` tokens, by linear interpolation.
@@ -131,28 +91,6 @@ class PassCosts(
         Beyond the widest it follows the last two, never falling, or ``SLOPE`` after a single one.
         """
         return _prolonged(self.target_s, n)
-
-    def v(self, n: int) -> float:
-        """Return v(n): the time of a target's pass with ``n`` tokens over that with one token; NaN if that is 0."""
-        return relative_pass(self.target_pass_s(n), self.target_s[1])
-
-    def c(self, drafter: str, nodes: int = 0) -> float:
-        """Return c: the time of a drafter's pass over that of a target's with one token.
-
-        Args:
-            drafter: Its name.
-            nodes: After how many nodes of a tree it drafts; 0 for the context, or in a chain. Between and beyond the
-                timed numbers as in ``target_pass_s``.
-        """
-        timed = self.rows_s.get(drafter)
-        seconds = _prolonged(timed, nodes) if nodes and timed else self.drafter_s[drafter]
-        return ratio(seconds, self.target_s[1])
-
-    def drafting(self, drafter: str, drafts: float, passes: float) -> float:
-        """Return the time of ``passes`` passes in ``drafts`` chains over that of a target's pass with one token."""
-        first = self.drafter_s[drafter]
-        later = self.later_s.get(drafter, first)
-        return ratio(drafts * first + (passes - drafts) * later, self.target_s[1])
 
     def drafting_s(self, drafter: str, passes: float) -> float:
         """Return the seconds of a draft of so many passes; a drafter without passes is asked once."""
@@ -200,10 +138,6 @@ def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float
     if spread > 0:
         slope = max(0.0, sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread)
     return y_mean - slope * x_mean, slope
-
-
-def _ascending(seconds: Mapping[int, float]) -> dict[int, float]:
-    return dict(sorted(seconds.items()))
 
 
 def _prolonged(points: Mapping[int, float], n: float) -> float:

@@ -19,8 +19,7 @@ class Frames:
     """A run with limits of latency.
 
     Attributes:
-        busy: That other programs used the machine most of the time, in a sentence; empty if they did not.
-        disturbance: The same if verdicts are provisional for it: those of `specbench tune` are not.
+        disturbance: Why verdicts are provisional, see ``Results``; empty for `specbench tune`, whose verdicts are not.
         tuned: What `specbench tune` found out, by configuration id; empty for other runs.
     """
 
@@ -28,8 +27,7 @@ class Frames:
         self.results, self.limits, self.run = results, limits, results.run
         answer = None if self.run.tuning is None else self.run.tuning.answer
         self.tuned = {} if answer is None else answer.measured
-        self.busy = results.disturbance
-        self.disturbance = self.busy if answer is None else ""
+        self.disturbance = results.disturbance if answer is None else ""
         self._parts: dict[str, tuple[dict[str, pd.DataFrame], pd.DataFrame]] = {}
 
     @property

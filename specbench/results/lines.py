@@ -402,15 +402,12 @@ def parse_line(line: bytes) -> Measurement:
 class CostLine(Record, omit_defaults=True):
     """Times of one kind of forward pass; fields of other kinds are left out."""
 
-    kind: Literal["target", "drafter", "reading", "tree"]
+    kind: Literal["target", "drafter", "reading"]
     seconds: Annotated[list[Seconds], doc("every single time")]
     context_tokens: Annotated[Count, doc("before them")]
     tokens: Annotated[Count, doc("`target`: in the pass")] = 0
     drafter: Annotated[str, doc("the others: its name")] = ""
     passes: Annotated[Count, doc("`drafter`: forward passes of the draft")] = 1
-    nodes: Annotated[
-        Count, doc("`tree`: drafted in the first of two passes, the second one more after each")
-    ] = 0
 
 
 _COST = msgspec.json.Decoder(CostLine)

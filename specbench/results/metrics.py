@@ -19,7 +19,6 @@ from specbench.base.record import BASELINE, NO_FIGURE, Estimate, ratio
 from specbench.decoding.records import PARTS
 from specbench.results import stats
 from specbench.results.frames import Frames
-from specbench.results.predict import predict
 
 if TYPE_CHECKING:
     from specbench.rows import Row
@@ -372,24 +371,6 @@ class Figures:
     def alpha(self) -> Estimate:
         """Mean expected acceptance of tested tokens."""
         return self._rate("alpha", most=1.0)
-
-    # -- prediction --------------------------------------------------------------------------------
-
-    @cached_property
-    def prediction(self) -> Estimate:
-        """The predicted speedup, also where it is withheld."""
-        batch, results = self.config.condition.batch, self.summary.results
-        if batch is not None or self.is_server or results.run.costs is None:
-            return NO_FIGURE
-        costs, context = results.run.costs, self.config.condition.context
-        if context is not None:
-            costs = costs.at(context + (results.run.max_new_tokens or 0) / 2)
-        return predict(self.steps, self.config.drafter, costs, results.generations["prompt_tokens"])
-
-    @metric("predicted", "ratio", 8, interval=True)
-    def predicted_speedup(self) -> Estimate:
-        """Speedup predicted from the tokens per step and the costs of passes; none on a busy machine."""
-        return NO_FIGURE if self.summary.busy else self.prediction
 
     @metric("mean γ", rank=12)
     def mean_gamma(self) -> float:

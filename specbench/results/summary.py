@@ -97,16 +97,6 @@ class Summary(Frames):
     # -- sentences ---------------------------------------------------------------------------------
 
     @property
-    def withheld(self) -> str:
-        """Why there are no predictions, in a sentence; empty if there are."""
-        if not self.busy or all(math.isnan(row.prediction.value) for row in self.rows):
-            return ""
-        return (
-            f"Predicted speedups are left out:{self.busy.partition(':')[2]} Forward passes timed meanwhile say little"
-            " about what generations took."
-        )
-
-    @property
     def stopping(self) -> str:
         """Why measuring stopped with ``--until``, and what that means for intervals; empty without it."""
         stopping, planned = self.run.stopping, len(self.run.prompts)

@@ -268,8 +268,6 @@ def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
             if name in costs.later_s:
                 s = costs.later_s[name]
                 yield f"drafter {one_line(name)}, each later pass of a draft", s, "c later", s / one
-            for n, s in costs.rows_s.get(name, {}).items():
-                yield f"drafter {one_line(name)}, after {n} nodes", s, f"c({n})", s / one
 
 
 _MACHINE = {

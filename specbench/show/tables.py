@@ -54,7 +54,7 @@ def notes(summary: Summary) -> list[str]:
     if any(row.measured and row.speedup.low is None for row in rows):
         out.append(_too_few(one))
     provisional = stats.PROVISIONAL if any(row.provisional for row in rows) else ""
-    out += filter(None, (summary.stopping, summary.disturbance, provisional, summary.withheld))
+    out += filter(None, (summary.stopping, summary.disturbance, provisional))
     differing: dict[str | None, list[Figures]] = {}
     for row in rows:
         label = row.config.label
@@ -211,7 +211,7 @@ _SUMMARY = (
     _figure("tokens_per_step", mark=lambda row: "~" * (row.step_source == "bursts")),
     *_figures("acceptance_rate acceptance_tested tokens_per_draft alpha forced_share"),
     *_figures("corrected_share mean_gamma mean_nodes"),
-    *_figures("predicted_speedup cached_share ttft_s"),
+    *_figures("cached_share ttft_s"),
     *_figures(" ".join(f"share_{part}" for part in PARTS)),
     *_figures("share_masks log_probability peak_memory_bytes identical_share prompts failures"),
 )

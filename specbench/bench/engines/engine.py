@@ -55,14 +55,12 @@ class BenchEngine(Protocol):
         self,
         prompt: Any,
         widths: Sequence[int],
-        tree_nodes: Sequence[int] = (),
         context: int | None = None,
     ) -> list[CostLine]:
         """Time forward passes of the target with each number of tokens, and of the drafters.
 
-        For drafters of trees, forward passes with ``tree_nodes`` nodes are timed too. ``context`` is the number of
-        tokens before them; ``None`` for the usual one. A sweep repeats this call, so
-        that a disturbance affects a few of the times but not their median.
+        ``context`` is the number of tokens before them; ``None`` for the usual one. A sweep repeats this call, so that
+        a disturbance affects a few of the times but not their median.
 
         Raises:
             RunError: The forward passes cannot be timed.

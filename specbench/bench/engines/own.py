@@ -241,7 +241,6 @@ class ModelEngine(BenchEngine):
         self,
         prompt: Sequence[int],
         widths: Sequence[int],
-        tree_nodes: Sequence[int] = (),
         context: int | None = None,
     ) -> list[CostLine]:
         return time_passes(
@@ -252,7 +251,6 @@ class ModelEngine(BenchEngine):
             self._clock,
             _COST_ROUNDS,
             self._order,
-            tree_nodes=tree_nodes,
             context=context,
         )
 
