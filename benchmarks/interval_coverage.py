@@ -35,9 +35,9 @@ from scipy import stats as distributions
 
 from specbench.bench.stopping import looks
 from specbench.results.compare import ComparedRow
+from specbench.results.frames import paired_generations
 from specbench.results.gate import decide
 from specbench.results.metrics import METRICS, Figures
-from specbench.results.pairs import paired_generations
 from specbench.results.results import load_results
 from specbench.results.stats import AT_EVERY_LOOK, mean_intervals, nested_means
 from specbench.results.summary import Summary

@@ -174,7 +174,7 @@ def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]
         row["steps"] = steps[at]
         if row["kind"] == "plain":
             plain[row["prompt"], row["turn"]].append(row)
-        elif row["kind"] == "speculative" and row["steps"]["parents"].isna().all():
+        elif row["kind"] == "speculative" and (row["steps"]["nodes"] == row["steps"]["drafted"]).all():
             by_drafter[row["drafter"]].append(row)
     found = []
     for drafter, rows in by_drafter.items():

@@ -280,7 +280,7 @@ def test_the_table_has_figures_configuration_and_steps(tmp_path):
     assert frame.run.run_id == "abc"
 
 
-def test_trees_keep_their_parents(tmp_path):
+def test_the_drafts_of_a_tree_are_its_depth(tmp_path):
     """A tree of four nodes, of which two are kept, and a step that drafts nothing."""
     steps = (
         Step(
@@ -290,15 +290,10 @@ def test_trees_keep_their_parents(tmp_path):
         Step(1, 6, (), 0, 0, (1,), "target", (), StepTimes()),
     )  # fmt: skip
     lists = to_dict(StepLists.of(steps))
-    assert [lists[name] for name in ("drafted", "nodes", "parents")] == [[2, 0], [4, 0], [[0, 0, 2, 2], []]]
-    assert StepLists.of(steps[1:]).parents == [], "chains have none"
+    assert [lists[name] for name in ("drafted", "nodes")] == [[2, 0], [4, 0]]
     RunStore.create(tmp_path, RUN).close()
-    for repeat, parents in enumerate((lists["parents"], [[0, 0, 2, 5], []], [[0]], None)):
-        stored = lists | {"parents": parents} if parents else {**lists, "parents": []}
-        append_raw(tmp_path, row(repeat=repeat, steps=stored))
-    frame = load_results(tmp_path)
-    assert frame.generations["repeat"].tolist() == [0, 3]
-    assert frame.steps["parents"].tolist() == [*lists["parents"], None, None]
+    append_raw(tmp_path, row(steps=lists))
+    assert load_results(tmp_path).steps["nodes"].tolist() == [4, 0]
 
 
 def test_rows_of_another_run_or_configuration_are_left_out(tmp_path):

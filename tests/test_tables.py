@@ -20,8 +20,8 @@ from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.acceptance import positions
+from specbench.results.frames import paired_generations
 from specbench.results.lines import ServerAnswer, StepLists
-from specbench.results.pairs import paired_generations
 from specbench.results.results import NO_REPORT, Results, load_results, row_cells, step_frame
 from specbench.results.run import Environment, Run, TargetModel
 from specbench.results.summary import Summary

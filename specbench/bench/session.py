@@ -31,8 +31,8 @@ from specbench.decoding.clocks import Clock
 from specbench.findings.catalog import Finding
 from specbench.findings.review import disturbances, review
 from specbench.options import DecodingOptions
+from specbench.results.frames import paired_generations
 from specbench.results.lines import CostLine, Generation, Group, Line, Measurement
-from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results
 from specbench.results.run import Mismatch
 from specbench.results.store import RunStore

@@ -1,18 +1,22 @@
-"""The data frames of a run, from which figures are computed."""
+"""The data frames of a run that figures are computed from: outputs and groups, each paired with its baseline's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from specbench.results import stats
-from specbench.results.pairs import output_speed, paired_generations, paired_groups, with_baseline
 from specbench.results.results import Results
+from specbench.results.run import OTHER_ANSWERS
 
 LIMITED = {"ttft": "ttft_s", "tpot": "token_s", "e2el": "total_s"}
 """What can be limited: the time to the first token, per later token, and of the whole answer."""
+
+_KEY = ["group", "prompt", "turn", "repeat"]
 
 
 class Frames:
@@ -79,3 +83,68 @@ class Frames:
     def within_pairs(self) -> pd.DataFrame:
         """The same, each with the group of its baseline."""
         return with_baseline(self.within, ["met", "seconds"], ["group", "repeat"])
+
+
+def paired_generations(results: Results) -> pd.DataFrame:
+    """Pair each finished generation with its baseline's for the same prompt, turn and repeat.
+
+    Returns:
+        One row per pair, without baselines: ``config, category, group, prompt, turn, repeat``; ``ratio`` (of decode
+        speeds) and ``ratio_total`` (of total times per token), above 1 if the configuration is faster; ``tokens``
+        and ``seconds`` after the first emission, and the baseline's as ``base_tokens`` and ``base_seconds``;
+        ``identical``, whether the tokens (for servers, the texts) are equal, or ``None`` if they need not be: with
+        sampling, beam search, or different prompts. For requests of a batch, times are from arrival to end.
+    """
+    same_prompts = results.run.options.get("salt") != "each"
+    columns = [
+        *_KEY, "config", "kind", "category", "baseline", "temperature", "tokens_per_second", "decode_s", "total_s",
+        "new_tokens", "token_ids", "text",
+    ]  # fmt: skip
+    rows = results.done[columns].copy()
+    alone = rows["group"] == ""
+    rows["tokens"] = (rows["tokens_per_second"] * rows["decode_s"]).where(alone, rows["new_tokens"])
+    rows["seconds"] = rows["decode_s"].where(alone, rows["total_s"])
+    rows["tokens_per_second"] = output_speed(rows)
+    rows["total"] = rows["total_s"] / rows["new_tokens"].where(rows["new_tokens"] > 0)
+    figures = ["tokens_per_second", "tokens", "seconds", "total", "token_ids", "text"]
+    pairs = with_baseline(rows, figures, _KEY)
+    pairs["ratio"] = pairs["tokens_per_second"] / pairs["base_tokens_per_second"]
+    pairs["ratio_total"] = pairs["base_total"] / pairs["total"]
+    meant = (pairs["temperature"] == 0) & ~pairs["kind"].isin(OTHER_ANSWERS) & same_prompts
+    outputs = (pairs[name] for name in ("token_ids", "text", "base_token_ids", "base_text"))
+    same = (same_output(*output) if one else None for one, *output in zip(meant, *outputs, strict=True))
+    pairs["identical"] = pd.Series(list(same), dtype=object, index=pairs.index)
+    figures = ["ratio", "ratio_total", "tokens", "seconds", "base_tokens", "base_seconds", "identical"]
+    return pairs[["config", "category", *_KEY, *figures]]
+
+
+def paired_groups(results: Results) -> pd.DataFrame:
+    """Pair each group with its baseline's for the same prompts and repeat, in columns of ``paired_generations``.
+
+    ``ratio`` compares throughputs, and ``prompt`` is the name of the group, which is the unit of replication.
+    """
+    keys = ["group", "repeat"]
+    groups = results.groups[["config", "baseline", *keys, "new_tokens", "throughput"]]
+    groups = groups.rename(columns={"new_tokens": "tokens"})
+    groups["seconds"] = groups["tokens"] / groups["throughput"]
+    pairs = with_baseline(groups, ["tokens", "seconds", "throughput"], keys)
+    pairs["ratio"] = pairs["throughput"] / pairs["base_throughput"]
+    return pairs.rename(columns={"group": "prompt"})
+
+
+def same_output(tokens: Any, text: str | None, other_tokens: Any, other_text: str | None) -> bool:
+    """Return whether two outputs are the same in their tokens and, of servers, their texts."""
+    return text == other_text and bool(np.array_equal(tokens, other_tokens))
+
+
+def output_speed(rows: pd.DataFrame) -> pd.Series[float]:
+    """Return decode tokens/s; for requests of a batch, tokens/s from arrival to end. NaN if no time has passed."""
+    whole = rows["new_tokens"] / rows["total_s"].where(rows["total_s"] > 0)
+    return rows["tokens_per_second"].where(rows["group"] == "", whole)
+
+
+def with_baseline(rows: pd.DataFrame, figures: list[str], keys: list[str]) -> pd.DataFrame:
+    """Return the rows that are not baselines, with the values of their baselines in columns ``base_<figure>``."""
+    renamed = {"config": "baseline", **{name: f"base_{name}" for name in figures}}
+    base = rows[["config", *keys, *figures]].rename(columns=renamed)
+    return rows[rows["config"] != rows["baseline"]].merge(base, on=["baseline", *keys], how="inner")

@@ -26,8 +26,8 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Estimate
 from specbench.base.textsafe import counted
 from specbench.results.compare import Compared, ComparedRow, Matched
+from specbench.results.frames import same_output
 from specbench.results.metrics import METRICS
-from specbench.results.pairs import same_output
 
 ERROR = 0.05
 """Most gates with a false alarm, and most that pass although something is worse."""

@@ -105,13 +105,6 @@ class StepLists(Record):
     policy: Annotated[
         dict[str, list[Figure | None]], doc("what the draft policy noted, for each name a list; see below")
     ] = {}
-    parents: Annotated[
-        list[list[Small]],
-        doc(
-            "of trees, else empty: for each step a list over its nodes, the number of the parent of each, from 1, or 0"
-            " for the context"
-        ),
-    ] = []
     experts: Annotated[
         list[Small],
         doc("of targets with experts, else empty: how many the pass read, summed over its layers"),
@@ -124,14 +117,13 @@ class StepLists(Record):
     def __post_init__(self) -> None:
         count = len(self.drafted)
         needed = [self.tested, self.accepted, self.emitted, self.nodes, *self.policy.values()]
-        optional = (*STEP_FIGURES, "expected_acceptance", "closing", "parents", "experts", "experts_one")
+        optional = (*STEP_FIGURES, "expected_acceptance", "closing", "experts", "experts_one")
         given = filter(None, (getattr(self, name) for name in optional))
         expected = self.expected_acceptance
         if (
             any(len(each) != count for each in (*needed, *given))
             or bool(self.experts) != bool(self.experts_one)
             or (expected and sum(map(len, expected)) != sum(self.tested))
-            or any(parent > node for each in self.parents for node, parent in enumerate(each))
         ):
             raise ValueError("the lists of steps do not fit together")
 
@@ -139,7 +131,6 @@ class StepLists(Record):
     def of(cls, steps: Sequence[Step]) -> StepLists:
         """Convert the steps of a generation to their stored form."""
         notes = dict.fromkeys(name for step in steps for name in step.policy)
-        trees = steps if any(step.parents is not None for step in steps) else ()
         read = [step.experts for step in steps if step.experts is not None]
         read = read if len(read) == len(steps) else []
         times = {
@@ -159,7 +150,6 @@ class StepLists(Record):
             expected_acceptance=[[round(value, 9) for value in step.expected_acceptance] for step in steps],
             closing=[step.closing for step in steps],
             policy={name: [rounded(step.policy.get(name)) for step in steps] for name in notes},
-            parents=[[node + 1 for node in step.parents or ()] for step in trees],
             experts=[each.total for each in read],
             experts_one=[round(each.one, 3) for each in read],
         )

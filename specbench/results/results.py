@@ -67,14 +67,14 @@ _OUTPUT = {
 }
 _ANSWER = _columns(ServerAnswer)
 _SPECULATION = _columns(Speculation)
-_LISTS = ("expected_acceptance", "closing", "parents", "experts", "experts_one")
+_LISTS = ("expected_acceptance", "closing", "experts", "experts_one")
 _GENERATION_COLUMNS = (
     *_LINE, "warnings", "group", "target", *_ROW, *_CONDITION, *_OUTPUT, "token_ids", "tokens_per_second",
     *_ANSWER, "step_source", "emitted_in_steps", "reported_steps",
 )  # fmt: skip
 _GROUP_COLUMNS = (
-    "config", "baseline", "group", "repeat", "new_tokens", "throughput", "pool_blocks", "pool_peak_blocks",
-    "pool_peak_bytes", *_SPECULATION,
+    "config", "baseline", "group", "repeat", "new_tokens", "throughput", "pool_peak_bytes",
+    *_SPECULATION,
 )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ class Results:
             which the tokens per step follow. Failed generations have ``status`` "failed", and NaN for figures.
         steps: A row per step of the generations that finished, see ``step_frame``.
         groups: A row per group of requests decoded in a batch: ``config, baseline, group, repeat, new_tokens,
-            throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and, for a server that counts drafts over all
+            throughput, pool_peak_bytes``, and, for a server that counts drafts over all
                 requests, ``drafted, accepted, drafts, accepted_at``.
         problems: A sentence for each line that could not be used.
 
@@ -324,8 +324,6 @@ def _group_cells(line: Line, config: Row, group: Group) -> Json:
         "config": line.config, "baseline": config.baseline, "group": line.prompt, "repeat": line.repeat,
         "new_tokens": sum(each.new_tokens for each in group.requests),
         "throughput": group.speed,
-        "pool_blocks": math.nan if pool is None else pool.blocks,
-        "pool_peak_blocks": math.nan if pool is None else pool.peak,
         "pool_peak_bytes": math.nan if pool is None else pool.bytes * ratio(pool.peak, pool.blocks),
         **_cells(group.speculation, _SPECULATION),
     }  # fmt: skip
