@@ -222,8 +222,6 @@ def test_what_a_drafter_needs_to_pay():
     assert found.speedup(
         three, PassCosts({1: needed, 4: 1.3 * needed}, {"lookup": 0.02})
     ).value == pytest.approx(1.0)
-    drafted, _ = one.per_step()
-    assert found.perfect(one, costs) == pytest.approx((1 + drafted) / (1 + 0.1 * drafted + 0.2))
     unknown = PassCosts({}, {"lookup": 0.02})
     assert np.isnan(found.speedup(one, unknown).value)
     assert found.pays_from(one, unknown) == pytest.approx(

@@ -32,7 +32,6 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "predict": (
         "specbench predict --answers log.jsonl --drafter org/small --target-pass-ms 25",
         "specbench predict --answers log.jsonl --tokenizer org/big --temperature 0 --target-pass-ms 25",
-        "specbench predict --answers results/run --drafter org/small",
     ),
     "tune": (
         "specbench tune",

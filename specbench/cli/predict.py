@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +16,7 @@ from specbench.models.default import DEFAULT_DRAFTER
 from specbench.options import MODELS, SamplingOptions, panel
 
 if TYPE_CHECKING:
-    from specbench.predict.logs import Log
+    pass
 
 _answers, _models = panel("Answers"), panel(MODELS)
 
@@ -27,7 +26,7 @@ def predict(
     *,
     answers: Annotated[
         Path,
-        _answers("--answers FILE", "A log of JSON lines (docs/predict.md), or the folder of a stored run."),
+        _answers("--answers FILE", "A log of JSON lines (docs/predict.md)."),
     ],
     limit: Annotated[int, _answers("--limit N", "Number of answers to read.", min=1)] = 64,
     drafter: Annotated[
@@ -48,7 +47,7 @@ def predict(
         float | None,
         _models(
             "--target-pass-ms X",
-            "Time of the target's pass over one token. Default: by the run or the log.",
+            "Time of the target's pass over one token. Default: by the log.",
             min=1e-6,
         ),
     ] = None,
@@ -61,30 +60,34 @@ def predict(
     One pass of a drafter over prompts and answers gives its acceptance, and tokens per step for every draft length.
     --temperature holds where a line of the log does not say it.
     """
+    from specbench.base.files import file_errors
     from specbench.bench.axes import parse_gammas
     from specbench.specs.drafters import parse_drafter
 
     specs = [parse_drafter(each) for each in dict.fromkeys(drafter or (DEFAULT_DRAFTER,))]
-    if not answers.exists():
-        raise UsageError(f"There is no file or folder {str(answers)!r}.", "Check the path.")
-    tokenizer_name = tokenizer or _tokenizer_of_run(answers)
-    if tokenizer_name is None and not any(spec.models for spec in specs):
+    if not answers.is_file():
+        raise UsageError(f"There is no file {str(answers)!r}.", "Check the path.")
+    if tokenizer is None and not any(spec.models for spec in specs):
         raise UsageError("Answers are read with the target's tokenizer.", "Name it with --tokenizer.")
     gammas = parse_gammas(gamma)
     settings = {"temperature": sampling.temperature} if given(ctx, "temperature") else {}
     with starting(quiet) as progress:
         from specbench.predict.alone import costs_of, load_alone
         from specbench.predict.forecast import forecast
+        from specbench.predict.logs import read_log
         from specbench.predict.render import prediction_parts
 
-        drafters, found = load_alone(specs, tokenizer_name, progress)
-        log = _read(answers, limit, found, settings)
+        drafters, found = load_alone(specs, tokenizer, progress)
+        assert found is not None
+        with (
+            file_errors(f"The log {answers} cannot be read", "Check the path.", kind=UsageError),
+            answers.open("rb") as lines,
+        ):
+            log = read_log(lines, found, sampling=settings, limit=limit)
         if not log.answers:
             why = " ".join(log.notes())
             raise UsageError(f"No answer in {answers} can be used. {why}".strip(), "See docs/predict.md.")
-        costs, source, here = costs_of(
-            drafters, log.answers, answers, milliseconds=target_pass_ms, progress=progress
-        )  # fmt: skip
+        costs, source = costs_of(drafters, log.answers, milliseconds=target_pass_ms, progress=progress)
     with StageProgress(quiet) as progress:
         forecasts = [forecast(each, log.answers, gammas, progress.update) for each in drafters.values()]
     if json_output:
@@ -101,33 +104,4 @@ def predict(
             }
         )
     else:
-        write_parts(*prediction_parts(forecasts, costs, source, here, log.notes()))
-
-
-def _tokenizer_of_run(answers: Path) -> str | None:
-    """Return the target of a stored run, which has the tokenizer."""
-    if not answers.is_dir():
-        return None
-    from specbench.results.store import find_runs, read_run
-    from specbench.specs.models import parse_model
-
-    target = str(read_run(find_runs(answers)[-1]).options.get("target") or "")
-    if target and "/" not in target and parse_model(target).kind == "hub":  # a stored run does not keep paths
-        raise UsageError(f"The run does not say where its target {target} is.", "Name it with --tokenizer.")
-    return target or None
-
-
-def _read(answers: Path, limit: int, tokenizer: Any, settings: Mapping[str, float]) -> Log:
-    from specbench.base.files import file_errors
-    from specbench.predict.logs import read_log
-
-    if answers.is_dir():
-        from specbench.predict.stored import stored_answers
-        from specbench.results.store import find_runs
-
-        return stored_answers(find_runs(answers)[-1], tokenizer, limit)
-    with (
-        file_errors(f"The log {answers} cannot be read", "Check the path.", kind=UsageError),
-        answers.open("rb") as lines,
-    ):
-        return read_log(lines, tokenizer, sampling=settings, limit=limit)
+        write_parts(*prediction_parts(forecasts, costs, source, log.notes()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from random import Random
 from statistics import median
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from specbench.models.drafters import join_cascade, loading, wrap_drafter
 from specbench.models.head_files import find_head
 from specbench.models.load import LanguageModel, load_model, load_tokenizer
 from specbench.predict.chances import model_of
-from specbench.results.store import read_run
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
@@ -145,26 +143,21 @@ class _NoTarget:
 def costs_of(
     drafters: Mapping[str, Drafter],
     answers: Sequence[Answer],
-    log: Path,
     *,
     milliseconds: float | None = None,
     progress: Progress | None = None,
-) -> tuple[PassCosts, str, list[str]]:
-    """Time drafters that a stored run has not timed, and find what the target's passes take.
+) -> tuple[PassCosts, str]:
+    """Time drafters, and find what the target's passes take.
 
     Args:
         drafters: By name; of a cascade its model is timed.
         answers: At least one; their times are taken where nothing else is known.
-        log: Where the answers are from; a stored run has times, of drafters too.
         milliseconds: A pass of the target over one token, if it is given.
 
     Returns:
-        The costs; where those of the target are from, as the end of a sentence, empty if they are not known; and the
-        drafters that were timed here.
+        The costs; and where those of the target are from, as the end of a sentence, empty if they are not known.
     """
-    run = read_run(log).costs if (log / "run.json").is_file() else None
-    timed = PassCosts({}) if run is None else run
-    parts = {name: model_of(drafter) for name, drafter in drafters.items() if name not in timed.drafter_s}
+    parts = {name: model_of(drafter) for name, drafter in drafters.items()}
     models = [model for drafter in parts.values() for model in models_of(drafter)]
     target: Any = _NoTarget(models)
     announce(progress, "timing passes")
@@ -174,12 +167,6 @@ def costs_of(
     seconds, source = dict[int, float](), ""
     if milliseconds is not None:
         seconds, source = {1: milliseconds / 1000}, "as given"
-    elif timed.target_s:
-        seconds, source = dict(timed.target_s), f"measured in {log.name}"
     elif logged:
         seconds, source = {1: median(logged)}, "by the log"
-    both = {
-        name: {**getattr(costs, name), **getattr(timed, name)}
-        for name in ("drafter_s", "later_s", "reading_s")
-    }
-    return msgspec.structs.replace(costs, target_s=seconds, **both), source, list(parts)
+    return msgspec.structs.replace(costs, target_s=seconds), source

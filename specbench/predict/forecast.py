@@ -99,12 +99,6 @@ class Forecast:
         gain = self.tokens_per_step(row).value - wide
         return costs.drafting_s(self.drafter, passes) / gain if gain > 0 else math.inf
 
-    def perfect(self, row: PredictedRow, costs: PassCosts) -> float:
-        """Return the speedup if every draft token were accepted at these costs; NaN without the target's."""
-        drafted, passes = row.per_step()
-        one_s = costs.target_s.get(1, math.nan)
-        return ratio((drafted + 1.0) * one_s, costs.step_s(self.drafter, drafted, passes))
-
     def best(self, costs: PassCosts) -> PredictedRow:
         """Return the row with the highest speedup; without the target's costs the one that pays first."""
         if costs.target_s:
@@ -124,7 +118,6 @@ class Forecast:
                 "passes_per_step": passes,
                 "speedup": to_dict(self.speedup(row, costs)),
                 "pays_from_target_pass_s": self.pays_from(row, costs),
-                "speedup_if_perfect": self.perfect(row, costs),
             }
             rows.append(figures)
         best = self.best(costs).gamma if rows else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.base.textsafe import counted
@@ -23,7 +23,6 @@ def prediction_parts(
     forecasts: Sequence[Forecast],
     costs: PassCosts,
     source: str,
-    here: Collection[str],
     notes: Sequence[str],
 ) -> Iterator[Part]:
     """Yield a prediction.
@@ -32,7 +31,6 @@ def prediction_parts(
         forecasts: One for each drafter.
         costs: Times of passes.
         source: Where the target's times are from, as the end of a sentence; empty without any.
-        here: Drafters that were timed here; others were in the stored run.
         notes: Sentences on what was left out.
     """
     for forecast in forecasts:
@@ -42,20 +40,17 @@ def prediction_parts(
             continue
         yield _sheet(forecast, costs)
         yield Paragraph(answer_text(forecast, costs), "bold")
-    yield Items([*notes, *_facts(forecasts, costs, source, here)])
+    yield Items([*notes, *_facts(forecasts, costs, source)])
 
 
-def _facts(
-    forecasts: Sequence[Forecast], costs: PassCosts, source: str, here: Collection[str]
-) -> Iterator[str]:
+def _facts(forecasts: Sequence[Forecast], costs: PassCosts, source: str) -> Iterator[str]:
     """Yield what the figures rest on."""
     for forecast in forecasts:
         if forecast.unsampled:
             what = counted(forecast.unsampled, "sampled answer")
             yield f"{what} not used for {forecast.drafter}: it needs their logprobs."
         if seconds := costs.drafter_s.get(forecast.drafter):
-            where = "measured here" if forecast.drafter in here else "measured in the stored run"
-            yield f"A pass of {forecast.drafter} takes {stats.decimals(1000 * seconds)} ms, {where}."
+            yield f"A pass of {forecast.drafter} takes {stats.decimals(1000 * seconds)} ms, measured here."
     if not costs.target_s:
         yield "Speedups need the target's time: --target-pass-ms."
     else:
@@ -75,11 +70,7 @@ def answer_text(forecast: Forecast, costs: PassCosts) -> str:
     if not costs.target_s:
         return f"{row.name}: {tokens} tokens per step; {pays}."
     speedup = stats.ratio_text(forecast.speedup(row, costs))
-    most = max(forecast.perfect(row, costs) for row in forecast.rows)
-    return (
-        f"{row.name}: {speedup} over plain decoding, {tokens} tokens per step; {pays}; with a perfect drafter of this"
-        f" cost at most {stats.decimals(most)}×."
-    )
+    return f"{row.name}: {speedup} over plain decoding, {tokens} tokens per step; {pays}."
 
 
 def _sheet(forecast: Forecast, costs: PassCosts) -> Sheet:
