@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specbench.base.errors import UsageError
 from specbench.export import registry
 from specbench.export.engine import HEAD_TITLES
-from specbench.export.output import as_file, as_json, export_fastest
+from specbench.export.output import as_file, export_fastest
 from specbench.export.setting import RunSettings, Setting
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import ModelOptions, SamplingOptions
@@ -262,12 +262,10 @@ def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path):
     found, made = export_fastest(ENGINES["vllm"], settings)
     assert made.options["--speculative-config"]["method"] == "ngram"
     assert found.measured is not None
-    assert found.measured.config == "lookup@2"
+    assert found.measured.label == "lookup γ=2"
     assert found.instead_of is not None
-    assert found.instead_of.config == "self:int8@2"
+    assert found.instead_of.label == "self:int8 γ=2"
     assert "self:int8 γ=2: 2.00× [2.00, 2.00]" in as_file(ENGINES["vllm"], found, made, "run")
-    facts = as_json(ENGINES["vllm"], found, made, "run")["measured"]["in_place_of"]
-    assert (facts["config"], facts["speedup"]) == ("self:int8@2", pytest.approx(2.0))
     message = refusal(export_fastest, ENGINES["mlx-lm"], settings, kind=UsageError)
     assert "none of the measured drafters: self:int8, lookup" in message
 
@@ -276,7 +274,7 @@ def test_a_provisional_verdict_is_not_deployed_as_a_sure_one(tmp_path):
     df = load_results(ranked_run(tmp_path / "run", disturbed=("machine-busy",)))
     found = RunSettings(df).all()[0]
     assert found.measured is not None
-    assert (found.measured.config, found.measured.verdict) == ("self:int8@2", "cannot tell")
+    assert (found.measured.label, found.measured.verdict) == ("self:int8 γ=2", "cannot tell")
     assert not found.measured.best
     fitting, made = export_fastest(ENGINES["vllm"], RunSettings(df).all())
     text = as_file(ENGINES["vllm"], fitting, made, "run")
@@ -288,8 +286,8 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path):
     tuning = {"predicted": {}, "raced": ranking[:2], "left_out": {}, "ranking": ranking, "verdict": "faster"}
     df = load_results(ranked_run(tmp_path / "run", tuning=tuning))
     settings = RunSettings(df).all()
-    found = [(each.measured.config, each.measured.best) for each in settings if each.measured]
-    assert found == [("lookup@4", True), ("self:int8@2", False), ("lookup@2", False)]
+    found = [(each.measured.label, each.measured.best) for each in settings if each.measured]
+    assert found == [("lookup γ=4", True), ("self:int8 γ=2", False), ("lookup γ=2", False)]
     assert export_fastest(ENGINES["vllm"], settings)[0].instead_of is None
 
 
@@ -355,8 +353,7 @@ def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text("0" * 40)
     for engine, method in (("vllm", "eagle3"), ("sglang", "EAGLE3")):
-        seen = cli("export", file, "--to", engine, "--json").json()
-        assert method in dict(flat(seen["options"])).values()
+        assert method in cli("export", file, "--to", engine).out
     cli("export", file, "--to", "mlx-lm").refused(2, "no EAGLE-3 heads")
 
 
@@ -391,9 +388,6 @@ def test_the_heading_has_the_figure_of_what_is_exported(cli):
     assert "Measured: qwen2.5-coder-0.5b (int4) γ=8" in heading(f"{int4}:qwen2.5-coder-0.5b (int4) γ=8")
     assert "auto: 2.07×" in heading(int4).partition("in place of")[2]
     assert "was not measured" in heading(batched)
-    measured = cli("export", int4, "--to", "vllm", "--json").json()["measured"]
-    assert measured["config"] == "qwen2.5-coder-0.5b (int4)@4"
-    assert measured["in_place_of"]["speedup"] > measured["speedup"]
 
 
 def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
@@ -401,9 +395,10 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
     file = tmp_path / "specbench.toml"
     rest = 'target = "org/big"\ndrafter = "smollm2-135m"\ndraft-policy = "fixed:gamma=3"\n'
     file.write_text(f"version = 1\n{rest}")
-    found = cli("export", "specbench.toml", "--to", "mlx-lm", "--json").json()
-    assert found["options"]["--num-draft-tokens"] == 3
-    assert (found["source"], found["measured"]) == ("specbench.toml", None)
+    found = cli("export", "specbench.toml", "--to", "mlx-lm").out
+    assert "--num-draft-tokens 3" in found
+    assert "from specbench.toml" in found
+    assert "Measured" not in found
     for version, said in ((1, "Name the policy fixed:gamma=N"), (2, "reads version 1")):
         file.write_text(f"version = {version}\n")
         cli("export", file, "--to", "vllm").refused(2, said)

@@ -10,9 +10,9 @@ import typer
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
-from specbench.cli.console import say, write_json, write_out
+from specbench.cli.console import say, write_out
 from specbench.cli.named_runs import split_row
-from specbench.cli.options import DEFAULT_TARGET, EngineName, JsonOption
+from specbench.cli.options import DEFAULT_TARGET, EngineName
 from specbench.export.registry import ENGINES
 from specbench.models.default import default_drafter
 from specbench.options import panel
@@ -37,24 +37,20 @@ def export(
         ),
     ],
     to: Annotated[EngineName, _option("--to ENGINE", f"Engine: {', '.join(ENGINES)}.")],
-    json_output: JsonOption = False,
 ) -> None:
     """Export the fastest setting your engine supports, as its own command line, with notes on what it cannot express.
 
     If the engine does not support the fastest setting of a run, the fastest supported one is exported. Comments say
     what is not supported, what differs, and how to verify that speculation is on.
     """
-    from specbench.export.output import as_file, as_json
+    from specbench.export.output import as_file
     from specbench.export.registry import load_engine
 
     engine = load_engine(to)
     found, made, name = _exported(engine, *split_row(source))
-    if json_output:
-        write_json(as_json(engine, found, made, name))
-    else:
-        write_out(terminal_safe(as_file(engine, found, made, name)))
-        if found.instead_of is not None:
-            say(f"{engine.title} does not have {found.instead_of}. Exported: {found.measured}.")
+    write_out(terminal_safe(as_file(engine, found, made, name)))
+    if found.instead_of is not None:
+        say(f"{engine.title} does not have {found.instead_of}. Exported: {found.measured}.")
 
 
 def _exported(engine: ExportEngine, source: Path, wanted: str | None) -> tuple[Setting, Export, str]:

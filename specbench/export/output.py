@@ -1,17 +1,16 @@
-"""An export as a file and as data, and the fastest setting that an engine supports."""
+"""An export as a file, and the fastest setting that an engine supports."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from specbench._version import __version__
 from specbench.base.errors import UsageError
-from specbench.base.record import Json
 from specbench.base.textsafe import one_line
 from specbench.export.engine import Export, ExportEngine
-from specbench.export.setting import MeasuredSetting, Setting
+from specbench.export.setting import Setting
 
 
 def export_fastest(engine: ExportEngine, settings: Sequence[Setting]) -> tuple[Setting, Export]:
@@ -76,36 +75,3 @@ def _comments(notes: list[str]) -> str:
         100, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
     )
     return "".join(f"{wrapped.fill(one_line(note))}\n" for note in notes)
-
-
-def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str) -> Json:
-    """Return an export as data; the ends of an interval are ``None`` where there is none."""
-    measured = setting.measured
-    return {
-        "engine": engine.name,
-        "version": engine.version,
-        "source": source,
-        "setting": {
-            "target": setting.target.name,
-            "drafter": str(setting.drafter),
-            "draft_policy": str(setting.policy),
-            "gamma": setting.gamma,
-            "gamma_from": setting.gamma_from or None,
-            "dtype": setting.dtype,
-            "drafter_dtype": setting.drafter_dtype,
-            "temperature": setting.temperature,
-        },
-        "measured": measured
-        and {
-            **_figures(measured),
-            "best": measured.best,
-            "verdict": measured.verdict,
-            "in_place_of": setting.instead_of and _figures(setting.instead_of),
-        },
-        **asdict(export),
-    }
-
-
-def _figures(measured: MeasuredSetting) -> Json:
-    speedup = measured.speedup
-    return {"config": measured.config, "speedup": speedup.value, "low": speedup.low, "high": speedup.high}

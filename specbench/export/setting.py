@@ -44,7 +44,6 @@ def stem(model: ModelSpec) -> str:
 class MeasuredSetting:
     """Measurements of a setting in a run; the best one is the fastest and certain to be faster than plain decoding."""
 
-    config: str
     label: str
     speedup: Estimate
     verdict: stats.Verdict | None
@@ -246,7 +245,7 @@ class RunSettings:
             gamma=gamma,
             gamma_from=reason,
             drafter_dtype=None if config.loaded is None else config.loaded.dtype,
-            measured=MeasuredSetting(config.id, config.label, row.speedup, "faster" if best else sure, best),
+            measured=MeasuredSetting(config.label, row.speedup, "faster" if best else sure, best),
             fixed=fixed,
             head=None if of_target else self._run.heads.get(config.drafter),
         )
