@@ -210,7 +210,7 @@ def draw(number: int, models: str | None = None) -> Case:
     if case.shape.get("sliding_window") is not None and (case.dtype != "float32" or case.cache == "static"):
         case.shape["sliding_window"] = None
     roll = r.random()
-    own = r.choice(("self:int8", "self:layers=1", "self:layers=1,int8", "self:skip=1"))
+    own = r.choice(("self:int8", "self:layers=1", "self:layers=1,int8"))
     if case.shape.get("num_hidden_layers") == 1:
         own = "self:int8"
     if quantized(case.dtype):

@@ -29,7 +29,7 @@ from specbench.policies.trees import StaticTreePolicy
 HEADS = (
     "pard", "eagle", "eagle-1", "peagle", "dflash", "dflash2", "dspark", "medusa", "mtp",
 )  # fmt: skip
-OTHERS = ("lookup", "ngram:top-k=2", "suffix", "self:int8", "self:layers=1", "self:skip=1",
+OTHERS = ("lookup", "ngram:top-k=2", "suffix", "self:int8", "self:layers=1",
           "lookup+self:int8", "lookup|self:layers=1")  # fmt: skip
 RULES = ("auto", "static-tree:nodes=5", "dynamic-tree:nodes=5", "fixed:gamma=3")
 TREE = StaticTreePolicy.shaped((-1, -1, 0, 0, 1))

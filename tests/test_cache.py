@@ -98,7 +98,7 @@ def test_a_target_and_its_drafters_share_what_is_kept(folder, roundings, kind):
         assert len(roundings) == made, drafter
     kept = [each.name for each in entries_in(cache_folder() / "layers")]
     assert kept.count(f"m in {kind}") == 1
-    load_drafter(f"self:{kind},skip=1", target)  # its places are others
+    load_drafter(f"self:{kind},layers=1", target)  # a form of some layers is not kept
     assert len(roundings) > made
     assert len(entries()) == len(kept)
 

@@ -136,7 +136,7 @@ def engine_of(spec: str, cache: CacheKind) -> tuple[Any, Any]:
 
 SPECS = (
     "lookup+MODEL", "ngram:min=1,top-k=2+self:layers=2", "lookup:min=1+MODEL", "lookup:min=1+self:int8",
-    "ngram+MODEL", "lookup:min=1+self:int8,skip=1", "suffix+MODEL",
+    "ngram+MODEL", "lookup:min=1+self:int8,layers=1", "suffix+MODEL",
 )  # fmt: skip
 
 

@@ -388,11 +388,7 @@ def test_greedy_outputs_are_those_of_generate(kind):
                          eos_token_id=None)[0, len(CONTEXT):].tolist()  # fmt: skip
     target = wrap_target(target_of(kind, torch.float32))
     assert type(target.scorer.forward) is ways.NativeForward
-    for spec in (
-        (None, "self:int8", "self:layers=2", "self:skip=2", "lookup")
-        if kind in KINDS
-        else (None, "self:skip=2")
-    ):
+    for spec in (None, "self:int8", "self:layers=2", "lookup") if kind in KINDS else (None, "self:layers=2"):
         drafter = None if spec is None else load_drafter(spec, target)
         run = speculative_generate(CONTEXT, target, drafter, gamma=4, max_new_tokens=24, ignore_eos=True)
         assert list(run.token_ids) == own

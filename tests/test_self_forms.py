@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from torch import nn
 
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.submodels import cheaper_form, check_form, skippable_layers
+from specbench.backends.torch.submodels import cheaper_form
 from specbench.base.errors import UsageError
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.model import SelfDrafter
@@ -26,7 +24,6 @@ from specbench.kernels.linear import Int8Linear
 from specbench.kernels.surgery import pack, quantize
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.target import wrap_target
-from specbench.options import CacheKind
 from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
 
@@ -54,46 +51,35 @@ def model_of(family: str) -> Any:
         return hf.AutoModelForCausalLM.from_config(config_of(family)).eval().requires_grad_(False)
 
 
-def with_layers(family: str, source: Any, kept: tuple[int, ...]) -> Any:
+def with_layers(family: str, source: Any, count: int) -> Any:
     """A model of its own, built with as many layers and given the weights of those."""
     config = config_of(family)
     types = getattr(config, "layer_types", None)
-    config.num_hidden_layers = len(kept)
+    config.num_hidden_layers = count
     if types:
-        config.layer_types = [types[i] for i in kept]
+        config.layer_types = types[:count]
     built: Any = hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     weights = source.state_dict()
-
-    def origin(name: str) -> str:
-        return re.sub(r"(layers|h)\.(\d+)\.", lambda found: f"{found[1]}.{kept[int(found[2])]}.", name)
-
-    built.load_state_dict({name: weights[origin(name)] for name in built.state_dict()})
+    built.load_state_dict({name: weights[name] for name in built.state_dict()})
     return built
-
-
-KEPT = {"gemma2": [(0, 1, 4), (0, 1, 3)], "gemma3": [(0, 1, 4), (0, 1, 3)]}
-USUALLY_KEPT = [(0, 2, 3), (0,)]
 
 
 # -- the model of some layers --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "kept"), [(family, kept) for family in CHANGED for kept in KEPT.get(family, USUALLY_KEPT)]
-)
-def test_it_computes_what_a_model_with_those_layers_computes(family, kept):
+@pytest.mark.parametrize("family", CHANGED)
+def test_it_computes_what_a_model_with_those_layers_computes(family):
     source = model_of(family)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     before = whole(source, tokens)
-    assert torch.equal(
-        whole(cheaper_form(source, kept), tokens),
-        whole(with_layers(family, source, kept), tokens),
-    )
+    for count in (1, 3):
+        found, expected = cheaper_form(source, count), with_layers(family, source, count)
+        assert torch.equal(whole(found, tokens), whole(expected, tokens))
     assert torch.equal(whole(source, tokens), before)
     assert source.config.num_hidden_layers == LAYERS
 
 
-@pytest.mark.parametrize(("kept", "packed"), [((0, 2, 4), True), ((0, 1, 2, 3, 4), False)])
+@pytest.mark.parametrize(("kept", "packed"), [(3, True), (LAYERS, False)])
 def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
     source: Any = tiny_llama(layers=LAYERS)
     if packed:
@@ -102,7 +88,7 @@ def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
     form: Any = cheaper_form(source, kept, "int8")
     quantized = [module for module in form.modules() if isinstance(module, Int8Linear)]
     outputs = 2 * 32 + 2 * 16 + 2 * 64 + 32  # query and output, key and value, gate and up, down
-    assert sum(module.out_features for module in quantized) == outputs * len(kept) + source.config.vocab_size
+    assert sum(module.out_features for module in quantized) == outputs * kept + source.config.vocab_size
     assert form.get_input_embeddings().weight is source.get_input_embeddings().weight
     places = {tensor.data_ptr() for tensor in (*source.parameters(), *source.buffers())}
     assert {parameter.data_ptr() for parameter in form.parameters()} <= places
@@ -116,23 +102,18 @@ def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
 
 def test_forms_are_made_of_an_int8_model_too():
     source: Any = tiny_llama(layers=LAYERS)
-    int8 = cheaper_form(source, range(LAYERS), "int8")
-    again = cheaper_form(int8, (0, 3))
-    assert torch.equal(whole(again, [5, 6, 7]), whole(cheaper_form(source, (0, 3), "int8"), [5, 6, 7]))
+    int8 = cheaper_form(source, LAYERS, "int8")
+    again = cheaper_form(int8, 2)
+    assert torch.equal(whole(again, [5, 6, 7]), whole(cheaper_form(source, 2, "int8"), [5, 6, 7]))
 
 
 # -- on the target's cache -----------------------------------------------------------------------------
 
 
-def on_cache() -> Iterator[tuple[str, CacheKind, tuple[int, ...]]]:
-    for family in ("llama", "gpt2", "mistral", "gemma2", "gemma3"):
-        for kind in KINDS:
-            yield family, kind, KEPT.get(family, USUALLY_KEPT)[kind == "dynamic"]
-
-
-@pytest.mark.parametrize(("family", "kind", "kept"), list(on_cache()))
-def test_only_its_layers_are_lengthened_and_rolled_back(family, kind, kept):
-    model = model_of(family)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma2", "gemma3"])
+def test_only_its_layers_are_lengthened_and_rolled_back(family, kind):
+    model, kept = model_of(family), 3
     target = Scorer(model, kind)
     form = Scorer(cheaper_form(model, kept), target.cache)
     walk = Walk(target, 11)
@@ -145,7 +126,7 @@ def test_only_its_layers_are_lengthened_and_rolled_back(family, kind, kept):
                 one_by_one.append(form.logits(walk.context, drafted[:count], rows=1))
                 lengths = [layer.get_seq_length() for layer in cache_layers(target)]
                 fed = len(walk.context) + count
-                assert lengths == [fed if i in kept else verified for i in range(LAYERS)]
+                assert lengths == [fed if i < kept else verified for i in range(LAYERS)]
             form.rollback(verified)
             at_once = form.logits(walk.context, drafted[:-1])
             assert_close(torch.cat(one_by_one), at_once[-drafts:])
@@ -159,9 +140,7 @@ def test_only_its_layers_are_lengthened_and_rolled_back(family, kind, kept):
 def test_every_draft_of_the_whole_target_is_accepted():
     """Sampled: a form that leaves nothing out and is not quantized has the target's own distributions."""
     target = wrap_target(tiny_language_model(layers=3).model, tiny_tokenizer(), pack=False)
-    drafter = SelfDrafter(
-        Scorer(cheaper_form(target.language_model.model, range(3)), target.scorer.cache), "whole"
-    )
+    drafter = SelfDrafter(Scorer(cheaper_form(target.language_model.model, 3), target.scorer.cache), "whole")
     result = speculative_generate(
         [5, 6, 7], target, drafter, gamma=4, sampling=Sampling(1.0), max_new_tokens=24, ignore_eos=True
     )
@@ -177,8 +156,6 @@ def test_every_draft_of_the_whole_target_is_accepted():
         ("self:int8", SelfForm(int8=True), "self:int8"),
         ("self:layers=12", SelfForm(layers=12), "self:layers=12"),
         ("self:layers=12,int8", SelfForm(int8=True, layers=12), "self:int8,layers=12"),
-        ("self:skip=3-7-11", SelfForm(skip=(3, 7, 11)), "self:skip=3-7-11"),
-        ("self: skip = 11-3-3 , int8", SelfForm(int8=True, skip=(3, 11)), "self:int8,skip=3-11"),
     ],
 )
 def test_specs(spec, form, name):
@@ -192,14 +169,9 @@ def test_specs(spec, form, name):
     [
         ("self", "does not say how"),
         ("self:int8=yes", "takes no value"),
-        ("self:skip", "needs a value"),
-        ("self:skip=1-x", "no list"),
-        ("self:skip=1--2", "no list"),
-        ("self:layers=3,skip=1", "both"),
+        ("self:layers", "needs a value"),
         ("self:layers=9", "uses 9 layers"),
         ("self:int8,layers=0", "uses 0 layers"),
-        ("self:skip=2-5", "skips layer 5"),
-        ("self:int8,skip=0-2", "Layer 0 cannot be skipped"),
     ],
 )
 def test_refusals_before_any_weights_are_loaded(spec, message, tmp_path, monkeypatch):
@@ -216,36 +188,10 @@ def test_a_rounded_target_has_no_rounded_form(dtype):
     language_model = tiny_language_model(layers=3)
     target = wrap_target(language_model.model, tiny_tokenizer(), pack=False)
     target.dtype = dtype
-    for spec in ("self:int8", "self:int4", "self:int8,skip=1", "lookup+self:int8,layers=2"):
+    for spec in ("self:int8", "self:int4", "lookup+self:int8,layers=2"):
         with pytest.raises(UsageError, match=f"The target is {dtype} already"):
             load_drafter(spec, target)
-    assert load_drafter("self:skip=1", target).traits.name == "self:skip=1"
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (lambda: hf.LlamaConfig(**USUAL), (1, 2, 3, 4)),
-        (lambda: hf.MistralConfig(**USUAL, sliding_window=6), (1, 2, 3, 4)),
-        (partial(config_of, "gemma3"), (2, 3, 4)),
-        (ZOO["gemma3"][1], ()),
-        (ZOO["lfm2"][1], ()),
-        (lambda: hf.LlamaConfig(**{**USUAL, "num_hidden_layers": 1}), ()),
-    ],
-)
-def test_layers_that_can_be_skipped(config, expected):
-    assert skippable_layers(config()) == expected
-
-
-def test_layers_whose_keys_others_read_are_not_skipped():
-    config = hf.Gemma3nTextConfig(
-        **{**USUAL, "head_dim": 8, "intermediate_size": [48] * 5, "num_kv_shared_layers": 2},
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2,
-        activation_sparsity_pattern=[0.0] * 5, sliding_window=6,
-    )  # fmt: skip
-    assert skippable_layers(config) == ()
-    with pytest.raises(UsageError, match="use the states of others"):
-        check_form(SelfForm(skip=(2,)), config)
+    assert load_drafter("self:layers=1", target).traits.name == "self:layers=1"
 
 
 def test_a_model_whose_layers_are_not_found():
@@ -253,5 +199,5 @@ def test_a_model_whose_layers_are_not_found():
     model.model.adapters = nn.ModuleList([nn.Identity() for _ in range(3)])
     target = wrap_target(model, tiny_tokenizer(), pack=False)
     with pytest.raises(UsageError, match="This target cannot leave out layers"):
-        load_drafter("self:skip=1", target)
+        load_drafter("self:layers=1", target)
     assert load_drafter("self:int8", target).traits.name == "self:int8"

@@ -64,7 +64,7 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
             if isinstance(own, Outside):
                 find_class(own)
         form = part.model_part
-        if isinstance(form, SelfForm) and (form.layers is not None or form.skip):
+        if isinstance(form, SelfForm) and form.layers is not None:
             check_form(form, load_config(target, progress=progress))
         elif isinstance(form, Mtp):
             if target.kind == "folder":  # others may have to be fetched first
@@ -269,14 +269,15 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     if (form.int8 or form.int4) and target.quantization is not None:
         raise UsageError(
             f"The target is {target.quantization} already, and {form} would need the original weights.",
-            "Leave int8 and int4 out: use self:layers=N or self:skip=I-J-...",
+            "Leave int8 and int4 out: use self:layers=N.",
         )
-    model, kept = target.language_model, form.kept(target.language_model.layers)
+    model = target.language_model
+    count = form.layers or model.layers
     rounded: QuantizedName | None = "int8" if form.int8 else "int4" if form.int4 else None
-    whole = rounded is not None and len(kept) == model.layers
+    whole = rounded is not None and count == model.layers
     try:
         with kept_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:
-            cheaper = cheaper_form(model.model, kept, rounded, layers)
+            cheaper = cheaper_form(model.model, count, rounded, layers)
     except ValueError as error:
         raise UsageError(
             f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."

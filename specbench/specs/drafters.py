@@ -20,7 +20,7 @@ from specbench.specs.models import (
     ModelSpec,
     split_options,
 )
-from specbench.specs.notation import Spec, dashed, option, read_options, split_spec, with_defaults
+from specbench.specs.notation import Spec, option, read_options, split_spec, with_defaults
 from specbench.specs.own_code import names_in
 
 _CLASS_IN_FILE = re.compile(r"([^|+]+\.py):([^\W\d]\w*)")
@@ -193,16 +193,9 @@ class Outside(FreeSpec, word="FILE.py", drafter="outside:make_outside"):
 class SelfForm(DrafterSpec, word="self", trees=True):
     """The target's own weights in a cheaper form, on the target's own cache: no second model needed."""
 
-    int8: bool = option(False, "int8", "in int8; also together with layers or skip")
-    int4: bool = option(False, "int4", "in int4, coarser and smaller; also together with layers or skip")
+    int8: bool = option(False, "int8", "in int8; also together with layers")
+    int4: bool = option(False, "int4", "in int4, coarser and smaller; also together with layers")
     layers: int | None = option(None, "layers=N", "the first N layers (early exit)")
-    skip: tuple[int, ...] = option(
-        (),
-        "skip=I-J-...",
-        "all layers but these, counted from 0",
-        parse=lambda text: tuple(sorted(set(dashed(text)))),
-        expected="list of whole numbers with dashes between them",
-    )
 
     @classmethod
     def read(cls, text: str) -> Self:
@@ -210,19 +203,11 @@ class SelfForm(DrafterSpec, word="self", trees=True):
         if form == cls():
             raise UsageError(
                 f"{text!r} does not say how the target drafts for itself.",
-                "Write self:int8, self:int4, self:layers=N or self:skip=3-7-11.",
+                "Write self:int8, self:int4 or self:layers=N.",
             )
         if form.int8 and form.int4:
             raise UsageError(f"{text!r} has both int8 and int4.", "Write one of them.")
-        if form.layers is not None and form.skip:
-            raise UsageError(
-                f"{text!r} has both layers to use and layers to skip.",
-                "Write either layers=N or skip=..., with all that are to be left out.",
-            )
         return form
-
-    def kept(self, total: int) -> tuple[int, ...]:
-        return tuple(i for i in range(total if self.layers is None else self.layers) if i not in self.skip)
 
 
 @dataclass(frozen=True)

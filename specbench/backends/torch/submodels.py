@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -39,11 +38,8 @@ def _list_of_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLi
     return lists[0]
 
 
-def first_layers(model: PreTrainedModel, count: int, skip: Collection[int] = ()) -> PreTrainedModel:
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """Return a model of the first ``count`` decoder layers with its own final norm and head; all weights are shared.
-
-    Args:
-        skip: Which of these layers are left out. The others keep their places in a cache.
 
     Raises:
         ValueError: The list of decoder layers was not found, ``count`` is not between 1 and its length, or layers keep
@@ -59,12 +55,9 @@ def first_layers(model: PreTrainedModel, count: int, skip: Collection[int] = ())
         raise ValueError("its layers have embeddings of their own")
     clone = structural_copy(model)
     parent, name, layers = _list_of_layers(clone)
-    kept = [i for i in range(count) if i not in skip]
-    setattr(parent, name, nn.ModuleList([layers[i] for i in kept]))
+    setattr(parent, name, nn.ModuleList([*layers][:count]))
     short: Any = copy.copy(parent.config)
-    short.num_hidden_layers = len(kept)
-    if skip and getattr(short, "layer_types", None):  # masks are chosen by place in the list
-        short.layer_types = [short.layer_types[i] for i in kept]
+    short.num_hidden_layers = count
     for module in clone.modules():
         if getattr(module, "config", None) is parent.config and module is not parent:
             module.config = short
@@ -73,61 +66,26 @@ def first_layers(model: PreTrainedModel, count: int, skip: Collection[int] = ())
 
 
 def check_form(form: SelfForm, config: PreTrainedConfig) -> None:
-    """Raise ``UsageError`` for layers that a model of this configuration lacks or cannot skip."""
-    text = config.get_text_config(decoder=True)
-    total = text.num_hidden_layers
+    """Raise ``UsageError`` for layers that a model of this configuration lacks."""
+    total = config.get_text_config(decoder=True).num_hidden_layers
     if form.layers is not None and not 1 <= form.layers <= total:
         raise UsageError(
             f"The drafter {form} uses {form.layers} layers, but the target has {total}.",
             f"Give 1 to {total - 1}.",
         )
-    if not form.skip:
-        return
-    possible = skippable_layers(config)
-    if not possible:
-        raise UsageError(
-            "This target cannot skip layers: some of its layers use the states of others.",
-            "Use self:int8, or a drafter model.",
-        )
-    for layer in form.skip:
-        if not 0 <= layer < total:
-            raise UsageError(
-                f"The drafter {form} skips layer {layer}, but the target has {total} layers.",
-                f"Layers are counted from 0 to {total - 1}.",
-            )
-        if layer not in possible:
-            raise UsageError(
-                f"Layer {layer} cannot be skipped: the length of the cache is read from the first layer of each kind.",
-                "Remove it from skip=.",
-            )
-
-
-def skippable_layers(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the layers that a self-drafter can skip, counted from 0.
-
-    The first layer of each kind (full attention, sliding window) determines cache length and masks, so it must see
-    every token. Models with recurrent layers, or with layers that share keys, can skip none.
-    """
-    text = config.get_text_config(decoder=True)
-    layers = DynamicCache(config=config).layers
-    dependent = getattr(text, "num_kv_shared_layers", 0) or len(layers) != text.num_hidden_layers
-    if dependent or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
-        return ()
-    kinds = [type(layer) for layer in layers]
-    return tuple(i for i, kind in enumerate(kinds) if i and kinds.index(kind) != i)
 
 
 def cheaper_form(
     model: PreTrainedModel,
-    kept: Sequence[int],
+    count: int,
     rounded: QuantizedName | None = None,
     layers: KeptLayers | None = None,
 ) -> PreTrainedModel:
-    """Return a self-drafter: a model of some layers of the given one, which shares all unquantized weights.
+    """Return a self-drafter: a model of the first layers of the given one, which shares all unquantized weights.
 
     Args:
         model: The model, packed or not; it is not changed.
-        kept: The decoder layers to use, ascending. Each keeps its place in the whole model's cache.
+        count: How many decoder layers it has.
         rounded: What the linear layers are quantized to; ``None`` if they are not.
         layers: A store of the whole model's quantized layers; ``None`` for a form of some layers.
 
@@ -135,9 +93,8 @@ def cheaper_form(
         ValueError: The list of decoder layers was not found.
         UsageError: The layers are wrapped, for example by a device map.
     """
-    count = max(kept) + 1
-    whole = rounded is not None and len(kept) == model.config.get_text_config(decoder=True).num_hidden_layers
-    form = structural_copy(model) if whole else first_layers(model, count, {*range(count)}.difference(kept))
+    whole = rounded is not None and count == model.config.get_text_config(decoder=True).num_hidden_layers
+    form = structural_copy(model) if whole else first_layers(model, count)
     if rounded is not None:
         kernels.quantize(form, rounded, layers)
     return form
