@@ -158,7 +158,7 @@ def _check_target(text: str) -> None:
     name, colon, _ = text.partition(":")
     _check_model(text if _PATH.search(text) else name)
     options = split_options(text)[1] if colon else {}
-    if options.keys() - {"dtype"}:  # a file of others must not allow pickled weights
+    if options.keys() - {"dtype"}:
         raise UsageError(f"{text!r} has other options than a dtype.", "Write MODEL or MODEL:dtype=DTYPE.")
     ModelOptions().with_options(text, options)
 

@@ -201,7 +201,6 @@ class ModelOptions:
         "--device DEVICE",
         "auto, cpu, cuda, cuda:N, mps; balanced or sequential.",
     )
-    allow_pickle: bool = False  # MODEL:allow-pickle loads pickled weights where there are no safetensors
 
     @property
     def target(self) -> LoadOptions:
@@ -211,7 +210,6 @@ class ModelOptions:
         """Return a target with these options behind it, as ``--target`` takes it."""
         pairs = [("dtype", self.dtype), ("device", self.device)]
         words = [f"{name}={value}" for name, value in pairs if value != "auto"]
-        words += ["allow-pickle"] * self.allow_pickle
         return model + ":" * bool(words) + ",".join(words)
 
     def with_options(self, target: str, options: Mapping[str, str | bool]) -> ModelOptions:
@@ -222,21 +220,16 @@ class ModelOptions:
         """
         changes: dict[str, Any] = {}
         for key, value in options.items():
-            name = key.replace("-", "_")
-            if name not in ("dtype", "device", "allow_pickle"):
-                raise UsageError(
-                    f"{target!r} has the option {key!r}.",
-                    "A target takes dtype=, device= and allow-pickle.",
-                )
-            if (name == "allow_pickle") != (value is True):
-                written = "allow-pickle" if name == "allow_pickle" else f"{key}=VALUE"
-                raise UsageError(f"The option {key!r} of {target!r} is incomplete.", f"Write {written}.")
-            if name == "dtype" and value not in get_args(DtypeName):
+            if key not in ("dtype", "device"):
+                raise UsageError(f"{target!r} has the option {key!r}.", "A target takes dtype= and device=.")
+            if value is True:
+                raise UsageError(f"The option {key!r} of {target!r} is incomplete.", f"Write {key}=VALUE.")
+            if key == "dtype" and value not in get_args(DtypeName):
                 raise UsageError(f"{value!r} is no dtype.", f"Choose {', '.join(get_args(DtypeName))}.")
-            own = getattr(self, name)
-            if own not in ("auto", False, value):
+            own = getattr(self, key)
+            if own not in ("auto", value):
                 raise UsageError(f"{target} does not go with --{key} {own}.", "Leave one of them out.")
-            changes[name] = value
+            changes[key] = value
         return replace(self, **changes)
 
 

@@ -145,9 +145,7 @@ class Recipe:
 
     @property
     def plain(self) -> Recipe:
-        own = self.models
-        models = ModelOptions(own.dtype, own.device, allow_pickle=own.allow_pickle)
-        return replace(self, drafter=Plain(), policy=None, models=models)
+        return replace(self, drafter=Plain(), policy=None)
 
     def arguments(self) -> list[str]:
         """Return the recipe as arguments of ``specbench generate``; options at their defaults are left out."""

@@ -40,7 +40,7 @@ def unpacked(
     folder: Path, parts: dict[str, torch.Tensor], settings: dict[str, Any], dtype: torch.dtype
 ) -> Any:
     save_file({key: part.contiguous() for key, part in parts.items()}, folder / "layer.safetensors")
-    found = stored_weights([folder / "layer.safetensors"], settings, dtype, "tiny")
+    found = stored_weights([folder / "layer.safetensors"], settings, dtype)
     return {key: part[...] for key, part in found.items()}
 
 

@@ -65,8 +65,7 @@ def test_the_package_has_no_means_to_run_what_it_reads():
         called = ast.unparse(call.func)
         assert called.removeprefix("builtins.") not in RUNS_CODE, f"{file}: {called}"
         assert called not in ("numpy.load", "np.load"), f"{file}: {called}"
-        if called == "torch.load":  # of a head whose pickled weights were asked for: tensors only
-            assert "weights_only=True" in ast.unparse(call), file
+        assert called != "torch.load", file
         for keyword in call.keywords:
             if keyword.arg in ("shell", "trust_remote_code", "allow_dangerous_deserialization"):
                 assert ast.unparse(keyword.value) == "False", f"{file}: {ast.unparse(call)}"

@@ -93,7 +93,7 @@ def options_of_run(command: Any, ctx: Any, args: Sequence[str]) -> list[str]:
         for each in value if isinstance(value, list) else [value]:
             if each is None:
                 continue
-            if option.name in _NOT_FROM_FILES or re.search(r"\.py\b|allow-pickle", str(each)):
+            if option.name in _NOT_FROM_FILES or re.search(r"\.py\b", str(each)):
                 raise UsageError(
                     f"The run was made with {option.opts[0]} {each}, which is not taken from a file.",
                     "Give it again.",

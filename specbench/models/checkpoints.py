@@ -195,17 +195,12 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
-    """Read all tensors of a safetensors file or a pickle; raise ``RunError`` if it is damaged."""
+    """Read all tensors of a safetensors file; raise ``RunError`` if it is damaged."""
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        read = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
-            raise ValueError("it has no named tensors")
-    except Exception as error:  # what unpicklers and parsers raise
+        return load_file(path)
+    except Exception as error:  # what parsers raise
         why = excerpt(error).rstrip(".")
         raise RunError(f"The weights of {name} in {path.name!r} are damaged: {why}.") from error
-    return read
 
 
 def fingerprint(

@@ -83,7 +83,6 @@ def load_drafter(
     *,
     cache: CacheKind = "dynamic",
     progress: Progress | None = None,
-    allow_pickle: bool = False,
 ) -> Drafter:
     """Build a drafter for a target.
 
@@ -94,7 +93,7 @@ def load_drafter(
         options: Dtype and device of drafter models, in place of those that the spec has. On a CPU "auto" means int8;
             "int4" is coarser, and faster where there are native kernels.
         cache: The kind of KV cache of a drafter model; self-drafters share the target's cache.
-        progress, allow_pickle: See ``load_target``.
+        progress: See ``load_target``.
 
     Raises:
         UsageError: There is no such drafter, or it does not fit this target.
@@ -109,7 +108,7 @@ def load_drafter(
         specbench.base.errors.UsageError: ...
     """
     spec = parse_drafter(spec) if isinstance(spec, str) else spec
-    loader = DrafterLoader(options, cache=cache, progress=progress, allow_pickle=allow_pickle)
+    loader = DrafterLoader(options, cache=cache, progress=progress)
     return loader.load(spec, target)
 
 
@@ -117,7 +116,7 @@ class DrafterLoader:
     """Loader of the drafters of one target: each model is loaded once, and each drafter is built once.
 
     Args:
-        options, cache, progress, allow_pickle: See ``load_drafter``.
+        options, cache, progress: See ``load_drafter``.
 
     Attributes:
         loaded: The models loaded so far.
@@ -129,10 +128,8 @@ class DrafterLoader:
         *,
         cache: CacheKind = "dynamic",
         progress: Progress | None = None,
-        allow_pickle: bool = False,
     ) -> None:
-        self._options, self._cache = options, cache
-        self._progress, self._allow_pickle = progress, allow_pickle
+        self._options, self._cache, self._progress = options, cache, progress
         self.loaded: dict[SmallModel, LanguageModel | TrainedHead] = {}
         self._made: dict[DrafterSpec, Drafter] = {}
 
@@ -162,7 +159,7 @@ class DrafterLoader:
         """Return the model or the trained head that a drafter's spec names."""
         if spec in self.loaded:
             return self.loaded[spec]
-        options, config, pickle = self._options or loading(spec), target.model.config, self._allow_pickle
+        options, config = self._options or loading(spec), target.model.config
         check_options(options)
         if not isinstance(spec, Mtp):
             head = find_head(spec.model, self._progress)
@@ -175,12 +172,12 @@ class DrafterLoader:
             )
         if head is not None and not HEAD_KINDS[head.kind].whole:
             layers = text_config(config).num_hidden_layers
-            self.loaded[spec] = load_head(head, layers, allow_pickle=pickle)
+            self.loaded[spec] = load_head(head, layers)
             return self.loaded[spec]
         if options.dtype == "auto" and resolve_device(options.device).type == "cpu":
             options = replace(options, dtype="int8")
         self.loaded[spec] = load_model(
-            spec.model, options, progress=self._progress, allow_pickle=pickle, share_tokenizer_with=target
+            spec.model, options, progress=self._progress, share_tokenizer_with=target
         )
         return self.loaded[spec]
 

@@ -55,9 +55,9 @@ def read_json(path: Path) -> dict[str, Any]:
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def weight_files(folder: Path, name: str, *, allow_pickle: bool) -> list[Path]:
-    """Find the files of the weights, in the order of `transformers`, without opening them."""
-    for candidate in weight_candidates(folder, allow_pickle):
+def weight_files(folder: Path, name: str) -> list[Path]:
+    """Find the safetensors files of the weights, in the order of `transformers`, without opening them."""
+    for candidate in weight_candidates(folder):
         path = folder / plain_name(candidate, name)
         if not path.is_file():
             continue
@@ -71,23 +71,16 @@ def weight_files(folder: Path, name: str, *, allow_pickle: bool) -> list[Path]:
                 )
         return shards
     if any(path.suffix in PICKLE_SUFFIXES for path in folder.iterdir()):
-        raise pickled(f"The weights of {name} are")
+        raise UsageError(
+            f"The weights of {name} are pickled, and loading a pickle can run code that is hidden in it.",
+            "Use a safetensors copy, or make one with torch.load(..., weights_only=True) and safetensors.",
+        )
     raise UsageError(f"The folder {name!r} is no model: it holds no model.safetensors.")
 
 
-def pickled(what: str) -> UsageError:
-    return UsageError(
-        f"{what} pickled, and loading a pickle can run code that is hidden in it.",
-        "Use a safetensors copy, or --target MODEL:allow-pickle if you trust its source.",
-    )
-
-
-def weight_candidates(folder: Path, allow_pickle: bool) -> list[str]:
+def weight_candidates(folder: Path) -> list[str]:
     own = read_json(folder / "config.json").get("transformers_weights")
-    if isinstance(own, str):
-        return [own]
-    candidates = ["model.safetensors", "model.safetensors.index.json"]
-    return candidates + (["pytorch_model.bin", "pytorch_model.bin.index.json"] if allow_pickle else [])
+    return [own] if isinstance(own, str) else ["model.safetensors", "model.safetensors.index.json"]
 
 
 def shard_names(index: Path, name: str) -> list[str]:

@@ -311,8 +311,8 @@ EAGLE_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 def _claims_llama(files: HeadFiles, named: str | None) -> bool:
     """Return whether a configuration is that of EAGLE-1's authors, which is a Llama's of one layer.
 
-    It is if it has an option that only heads have, or if the names of the weights say so; of weights that are pickled
-    or not fetched yet, if there is no tokenizer.
+    It is if it has an option that only heads have, or if the names of the weights say so; of weights that are not
+    fetched yet, if there is no tokenizer.
     """
     settings = files.settings
     llama = settings.get("model_type") == "llama" and settings.get("num_hidden_layers") == 1
@@ -320,11 +320,11 @@ def _claims_llama(files: HeadFiles, named: str | None) -> bool:
         return False
     if "bias" in settings:
         return True
-    weights, words = files.folder / "model.safetensors", any(files.folder.glob("tokenizer*"))
-    if files.hub is None and weights.is_file():
-        with suppress(RunError):
-            return "fc.weight" in read_header(weights)
-    return not words and (files.hub is not None or (files.folder / "pytorch_model.bin").is_file())
+    if files.hub is not None:
+        return not any(files.folder.glob("tokenizer*"))
+    with suppress(RunError):
+        return "fc.weight" in read_header(files.folder / "model.safetensors")
+    return False
 
 
 HEAD_KINDS: dict[str, HeadKind] = {

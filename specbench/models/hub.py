@@ -49,12 +49,12 @@ class HubModel:
             )
         raise self._lacking("is no model: it has no config.json", HINT)
 
-    def fetch_weights(self, *, allow_pickle: bool, check_size: Callable[[int], object] = id) -> None:
-        """Fetch the weights; pickled ones only if allowed and there are no others.
+    def fetch_weights(self, check_size: Callable[[int], object] = id) -> None:
+        """Fetch the weights.
 
         If an index gives the total size of all shards, ``check_size`` is called with it before any shard is fetched.
         """
-        for candidate in weight_candidates(self.folder, allow_pickle):
+        for candidate in weight_candidates(self.folder):
             path, files = self.folder / plain_name(candidate, self.name), [candidate]
             if path.suffix == ".json":
                 if not path.is_file():

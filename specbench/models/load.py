@@ -1,7 +1,7 @@
 """Load models and tokenizers from specs: a hub id, a folder, a .gguf file, or a built-in name.
 
 A model that cannot be used is refused before its weights are loaded if possible, by its configuration, its class, the
-headers of its files, or the free memory. Remote code is never run. Pickled weights are loaded only on request.
+headers of its files, or the free memory. Remote code is never run, and pickles are never read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LanguageModel:
         identity: A fingerprint of the weights that does not depend on the dtype they are loaded in.
         notes: Notes for the user on how it was loaded; a target's include those of its drafters.
         slower: A sentence if it is slower than with dtype "auto", which would lose nothing; else empty.
-        files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
+        files: The files it was loaded from; ``None`` for a wrapped object.
         folder: The folder it was loaded from; ``None`` for a wrapped object.
     """
 
@@ -143,7 +143,6 @@ def load_model(
     options: LoadOptions | None = None,
     *,
     progress: Progress | None = None,
-    allow_pickle: bool = False,
     tokenizer: bool = True,
     share_tokenizer_with: LanguageModel | None = None,
     before_weights: Callable[[ModelText], None] | None = None,
@@ -153,7 +152,6 @@ def load_model(
     Args:
         spec: The model; a string is read by ``parse_model``.
         options: Dtype, device, device map; ``None`` is ``LoadOptions()``.
-        allow_pickle: Whether to load pickled weights if there are no others, with torch's restricted unpickler.
         share_tokenizer_with: A model whose tokenizer is taken if its files are equal: making one takes a second.
         before_weights: Called with its tokenizer before weights are fetched or loaded, so that it can refuse.
 
@@ -177,17 +175,16 @@ def load_model(
         before_weights(ModelText(words, _context_limit(config)))
     if source.hub is not None:
         check = partial(_check_size, options, config, name)
-        source.hub.fetch_weights(allow_pickle=allow_pickle, check_size=check)
-    files = weight_files(folder, name, allow_pickle=allow_pickle)
-    pickled = files[0].suffix != ".safetensors"
-    tensors = {} if pickled else {key: facts for file in files for key, facts in read_header(file).items()}
+        source.hub.fetch_weights(check)
+    files = weight_files(folder, name)
+    tensors = {key: facts for file in files for key, facts in read_header(file).items()}
     counts = Counter[torch.dtype]()
     for tensor in tensors.keys() - unread_weights(config, tensors):
         counts[_FLOATS.get(tensors[tensor].dtype, torch.uint8)] += prod(tensors[tensor].shape)
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
     stored = kinds[0] if len(kinds) == 1 and settings is None else None
-    numbers = weights_of(config) if settings is not None or pickled else sum(counts.values())
+    numbers = weights_of(config) if settings is not None else sum(counts.values())
     placement = _placement(options, numbers, stored, dtype, name)
     model = text_model(_read_weights(folder, name, config, dtype, placement, files, progress))
     model.config.name_or_path = name
@@ -199,9 +196,8 @@ def load_model(
     if dtype == torch.float32 and usual == torch.bfloat16 and settings is None and source.spec.kind != "gguf":
         loaded.slower = f"{name} in float32 takes about twice as long as in its own bfloat16 (--dtype auto)."
     loaded.folder = folder
-    if not pickled:
-        place = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
-        loaded.files = WeightFiles(place, headers_digest(folder, files), sum(counts.values()))
+    place = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
+    loaded.files = WeightFiles(place, headers_digest(folder, files), sum(counts.values()))
     return loaded
 
 
@@ -289,13 +285,13 @@ def _read_weights(
         try:
             if settings is not None:
                 loader = causal_class(config) if whole is None else loader
-                weights = stored_weights(files, settings, dtype, name)
+                weights = stored_weights(files, settings, dtype)
                 source = unpacked_source(folder, config, weights)
             model, report = loader.from_pretrained(
                 **source,
                 dtype=dtype,
                 device_map=placement,
-                use_safetensors=files[0].suffix == ".safetensors",
+                use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,

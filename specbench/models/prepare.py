@@ -106,12 +106,11 @@ def prepare(
         target,
         options.target,
         progress=progress,
-        allow_pickle=options.allow_pickle,
         before_weights=before_weights,
     )
     config = language_model.model.config
     kind = cache or default_cache(config, quantized=language_model.quantize is not None)
-    loader = DrafterLoader(cache=cache or "dynamic", progress=progress, allow_pickle=options.allow_pickle)
+    loader = DrafterLoader(cache=cache or "dynamic", progress=progress)
     if before_packing is not None:
         make_cache(kind, config)  # refuses what it cannot hold
         for spec in dict.fromkeys(model for drafter in drafters for model in drafter.models):

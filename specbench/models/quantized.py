@@ -167,18 +167,10 @@ class StoredWeight:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def stored_weights(
-    files: Sequence[Path], settings: Mapping[str, Any], dtype: torch.dtype, name: str
-) -> dict[str, Any]:
-    """Return the tensors of a quantized checkpoint by name, as if it were not quantized; each is read when indexed.
-
-    Raises:
-        UsageError: They are pickled.
-    """
+def stored_weights(files: Sequence[Path], settings: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tensors of a quantized checkpoint by name, as if it were not quantized; each is read when indexed."""
     parts: dict[str, Any] = {}
     for path in files:
-        if path.suffix != ".safetensors":
-            raise UsageError(f"The weights of {name} are quantized and pickled, which is not read.", _OTHERS)
         file: Any = safe_open(path, "pt", backend="pread")  # so that what is read does not stay in memory
         parts |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
     stored = _Stored(parts, settings)

@@ -83,7 +83,6 @@ def load_target(
     *,
     cache: CacheKind | None = None,
     progress: Progress | None = None,
-    allow_pickle: bool = False,
 ) -> Target:
     """Load a target.
 
@@ -93,7 +92,6 @@ def load_target(
             "int4"; the quantized model is then the target that outputs are lossless for.
         cache: The kind of KV cache; ``None`` for ``default_cache``.
         progress: Receives the progress of fetching and loading.
-        allow_pickle: Whether to load pickled weights if there are no others.
 
     Raises:
         UsageError, RunError: See ``specbench.models.load.load_model``.
@@ -103,7 +101,7 @@ def load_target(
         >>> target.name, target.vocab_size
         ('smollm2-135m', 49152)
     """
-    language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle)
+    language_model = load_model(spec, options, progress=progress)
     kind = cache or default_cache(language_model.model.config, quantized=language_model.quantize is not None)
     return prepare_target(language_model, kind, progress=progress)
 

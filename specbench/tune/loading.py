@@ -74,7 +74,7 @@ class Candidates:
         notes = [target.language_model.slower] if target.language_model.slower else []
         model = target.language_model.model
         kind = default_cache(model.config, quantized=target.quantization is not None)
-        loader = DrafterLoader(cache=kind, progress=progress, allow_pickle=models.allow_pickle)
+        loader = DrafterLoader(cache=kind, progress=progress)
         own = [Mtp()] if has_mtp_layers(self.base.target) else []
 
         def load(forms: Sequence[SelfForm]) -> list[LoadedDrafter]:

@@ -340,9 +340,7 @@ def load_engine(
     target, loaded = load_models(base, drafters, progress, **more)
     reference = None
     if options.others:
-        reference = load_model(
-            base.target, models.target, progress=progress, allow_pickle=models.allow_pickle
-        )
+        reference = load_model(base.target, models.target, progress=progress)
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
     for each in loaded:
         if OtherLibrary("assisted") in options.others and isinstance(each.spec, SmallModel) and each.models:
@@ -354,7 +352,6 @@ def load_engine(
                     each.spec.model,
                     loading(each.spec),
                     progress=progress,
-                    allow_pickle=models.allow_pickle,
                     tokenizer=False,
                 )
             except RunError as error:

@@ -126,7 +126,7 @@ class TrainedHead:
         module.eval().requires_grad_(False)
 
 
-def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = False) -> TrainedHead:
+def load_head(files: HeadFiles, target_layers: int = 0) -> TrainedHead:
     """Read a head's weights.
 
     Args:
@@ -138,8 +138,8 @@ def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = 
     """
     form = FORMATS[files.kind]
     if files.hub is not None:
-        files.hub.fetch_weights(allow_pickle=allow_pickle)
-    found = form.read(files, target_layers) if form.read else _read_all(files, allow_pickle)
+        files.hub.fetch_weights()
+    found = form.read(files, target_layers) if form.read else _read_all(files)
     if any(tensor.dtype == torch.int8 for tensor in found.values()):
         raise UsageError(f"The weights of the head {files.name} are quantized.", "Choose a copy in floats.")
     tensors, target_tokens = (form.convert or usual)(files, found)
@@ -147,12 +147,9 @@ def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = 
     return TrainedHead(files, tensors, target_tokens, fingerprint(facts, tensors.items()))
 
 
-def _read_all(files: HeadFiles, allow_pickle: bool) -> Tensors:
-    names = []  # some formats have other files than the usual ones
-    if own := FORMATS[files.kind].weights:
-        names = [f"{own}.safetensors", *([f"{own}.pt"] if allow_pickle else [])]
-    paths = [path for name in names if (path := files.folder / name).is_file()][:1]
-    paths = paths or weight_files(files.folder, files.name, allow_pickle=allow_pickle)
+def _read_all(files: HeadFiles) -> Tensors:
+    own = files.folder / f"{FORMATS[files.kind].weights}.safetensors"
+    paths = [own] if own.is_file() else weight_files(files.folder, files.name)
     check_memory(2 * sum(path.stat().st_size for path in paths), name=files.name)
     found: Tensors = {}
     for path in paths:

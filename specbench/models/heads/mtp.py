@@ -65,7 +65,7 @@ def _read(files: HeadFiles, target_layers: int) -> Tensors:
         told = next((own for part in parts if (own := part.get("quantization_config"))), {})
         if not told:
             raise UsageError(f"The MTP layers of {files.name} are quantized, and it is not told how.", _OTHER)
-    weights = stored_weights(sorted({*found.files.values()}), told, torch.float32, files.name)
+    weights = stored_weights(sorted({*found.files.values()}), told, torch.float32)
     return {name: weights[name][...] for name in (*found.places, "d2t", "t2d") if name in weights}
 
 
