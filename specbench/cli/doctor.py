@@ -48,7 +48,7 @@ def doctor(
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Examine a running server: does it speculate, do its counts and outputs hold, is it faster with its drafts?
+    """Examine a running server: does it speculate, and do its counts and answers hold?
 
     Exits with code 1 if there is a problem.
     """

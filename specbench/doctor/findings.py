@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specbench.doctor.probes import Observations
-    from specbench.servers.client import StreamedAnswer, TokenCount
+    from specbench.servers.client import TokenCount
 
 Expected = Literal["on", "off"]
 
@@ -169,8 +169,7 @@ def _acceptance(e: Examined) -> Iterator[Finding]:
     useful = max((place for place, count in enumerate(kept, 1) if count), default=0)
     beyond = e.drafted - drafts * useful  # at least so many draft tokens are at later positions
     if useful and beyond >= _TELLING and kept[useful - 1] >= _TELLING:
-        option = _option_for(e, useful)
-        yield Finding("acceptance.placeholders", useful=useful, beyond=beyond, option=option)
+        yield Finding("acceptance.placeholders", useful=useful, beyond=beyond)
 
 
 def _temperature(e: Examined) -> Iterator[Finding]:
@@ -182,16 +181,6 @@ def _temperature(e: Examined) -> Iterator[Finding]:
     few = min(drafted, e.drafted) < _TELLING
     name = "temperature.like-greedy" if 3 * sampled >= greedy or few else "temperature.collapse"
     yield Finding(name, sampled=sampled, greedy=greedy, temperature=TEMPERATURE)
-
-
-def _option_for(e: Examined, gamma: int) -> str:
-    """Return the engine's option for a draft length, in brackets; empty if unknown."""
-    options = {
-        "vllm": f"--speculative-config '{{\"num_speculative_tokens\": {gamma}, ...}}'",
-        "llamacpp": f"--spec-draft-n-max {gamma}",
-        "sglang": f"--speculative-num-steps {gamma}",
-    }
-    return f" ({options[e.seen.owner]})" if e.seen.owner in options else ""
 
 
 # -- counts ------------------------------------------------------------------------------------------
@@ -314,53 +303,13 @@ def _cache(e: Examined) -> Iterator[Finding]:
             yield Finding(name, found=found)
 
 
-def _plain_outputs(e: Examined) -> Iterator[Finding]:
-    pairs = [(with_.text, without.text) for with_, without in e.seen.plain]
-    if any(without.drafted for _, without in e.seen.plain) or not pairs:
-        return
-    same = sum(_first_difference(pair) is None for pair in pairs)
-    name = "outputs.same" if same == len(pairs) else "outputs.some"
-    if not same and len(pairs) > 2:
-        name = "outputs.differ"
-    yield Finding(name, same=same, answers=len(pairs))
-
-
-# -- speed -------------------------------------------------------------------------------------------
-
-
-def _pace(e: Examined, answer: StreamedAnswer) -> float:
-    """Return the seconds per token after the first chunk; NaN if unknown."""
-    tokens = count_tokens(answer, e.tokenizer).tokens
-    if answer.first is None or not tokens or tokens < 2 or len(answer.pieces) < 2:
-        return math.nan
-    first = len(answer.first.ids or (0,))
-    return (answer.pieces[-1].at_s - answer.first.at_s) / max(1, tokens - first)
-
-
-def _paces(e: Examined) -> list[tuple[float, float]]:
-    """Return the seconds per token with and without speculation, of each prompt with both."""
-    paces = [(_pace(e, drafting), _pace(e, plain)) for drafting, plain in e.seen.plain if not plain.drafted]
-    return [pair for pair in paces if all(map(math.isfinite, pair)) and min(pair) > 0]
-
-
-def _speed(e: Examined) -> Iterator[Finding]:
-    from specbench.results.stats import geometric_mean, verdict
-
-    paces = _paces(e)
-    if paces:
-        gain = geometric_mean([plain / drafting for drafting, plain in paces], list(range(len(paces))))
-        names = {"slower": "speed.slower", "faster": "speed.faster", "cannot tell": "speed.unknown"}
-        yield Finding(names[verdict(gain)], gain=gain, prompts=len(paces))
-
-
 def _failures(e: Examined) -> Iterator[Finding]:
     for name, reason in e.seen.failed.items():
         yield Finding(f"{name}.failed", reason=reason)
 
 
 _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    _speculation, _method, _acceptance, _temperature, _counters, _tokens, _logprobs,
-    _repeat, _plain_outputs, _cache, _speed, _failures,
+    _speculation, _method, _acceptance, _temperature, _counters, _tokens, _logprobs, _repeat, _cache, _failures,
 )  # fmt: skip
 
 

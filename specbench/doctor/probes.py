@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specbench.base.errors import RunError
 from specbench.base.record import Json
@@ -67,7 +67,6 @@ class Observations:
         idle: Increase of the counters while nothing was asked.
         sampled: Drafted and accepted tokens at ``TEMPERATURE``.
         again: Texts of one prompt, greedy: two streams, and one answer without a stream if there is one.
-        plain: Answers of one prompt with speculation and without it, for servers that can switch it off.
         turns: The answers to the first two turns of conversations, which begin with longer and longer texts.
         logprobs: The field of that name in an answer that was asked for it; ``None`` if the server refused it.
         about: The server's page with its configuration.
@@ -83,7 +82,6 @@ class Observations:
     idle: SpeculationCounters | None = None
     sampled: tuple[int, int] = (0, 0)
     again: list[str] = field(default_factory=list)
-    plain: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
     turns: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
     logprobs: Json | None = None
     about: Json = field(default_factory=dict)
@@ -124,8 +122,6 @@ class Examination:
         await self._attempt("cache", self._turns())
         if any(answer.drafted for answer in seen.answers) or (seen.counted and seen.counted.drafted):
             await self._attempt("temperature", self._sampled())
-        if seen.dialect.plain and any(answer.drafted for answer in seen.answers):
-            await self._attempt("outputs", self._without_speculation())
         return seen
 
     # -- probes --------------------------------------------------------------------------------------
@@ -220,15 +216,6 @@ class Examination:
             if first.ended_s > _PATIENCE_S:
                 return
 
-    async def _without_speculation(self) -> None:
-        """Ask prompts with and without speculation, in alternating order."""
-        plain = self.seen.dialect.plain
-        for number, prompt in enumerate(_PROMPTS):
-            pair: dict[bool, StreamedAnswer] = {}
-            for off in (True, False) if number % 2 else (False, True):
-                pair[off] = await self._ask(prompt, TOKENS, more=plain if off else None)
-            self.seen.plain.append((pair[False], pair[True]))
-
     # -- requests ------------------------------------------------------------------------------------
 
     async def _attempt(self, name: str, probe: Awaitable[object]) -> bool:
@@ -247,10 +234,9 @@ class Examination:
         *,
         temperature: float = 0.0,
         cached: bool = False,
-        more: Mapping[str, Any] | None = None,
     ) -> StreamedAnswer:
         settings = self.seen.dialect.settings(tokens, temperature, cached=cached)
-        return await self._client.ask(self.seen.model, self._prompt(prompt), {**settings, **(more or {})})
+        return await self._client.ask(self.seen.model, self._prompt(prompt), settings)
 
     def _prompt(self, prompt: str | Sequence[str]) -> str | list[dict[str, str]]:
         """Return a prompt, or the turns of a conversation by user and model, as the endpoint takes it."""

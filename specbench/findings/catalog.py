@@ -249,7 +249,8 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "acceptance.placeholders": (
         "problem", "No draft token after position {useful} was accepted, of {beyond:,} or more: they may be"
         " placeholders.",
-        "Set the draft length to {useful}{option}."),
+        "Set the draft length to {useful} (vLLM: num_speculative_tokens; llama.cpp: --spec-draft-n-max; SGLang:"
+        " --speculative-num-steps)."),
     "temperature.like-greedy": (
         "ok", "{sampled:.0%} of draft tokens are accepted at temperature {temperature:g}, {greedy:.0%} at 0.", ""),
     "temperature.collapse": (
@@ -282,30 +283,16 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "repeat.differs": (
         "problem", "Greedy answers to one prompt differ after {shared:character}.",
         "Temperature 0 may not be honored, or rounding depends on the batch (vLLM: VLLM_BATCH_INVARIANT=1)."),
-    "outputs.same": ("ok", "Greedy answers that are the same without speculation: {same} of {answers}.", ""),
-    "outputs.some": ("note", "Greedy answers that are the same without speculation: {same} of {answers}.", ""),
-    "outputs.differ": (
-        "problem", "Greedy answers that are the same without speculation: {same} of {answers}.",
-        "Speculation may change the output: check it with `specbench check --outputs`."),
     "cache.unknown": ("note", "The server does not report cached prompt tokens.", "{option}"),
     "cache.used": ("ok", "A second turn finds {found} tokens of the first in the prompt cache.", ""),
     "cache.lost": (
         "problem", "A second turn finds only {found} tokens of the first in the prompt cache.", _PREFIX_CACHING),
-    # -- doctor: speed -------------------------------------------------------------------------------
-    "speed.slower": (
-        "problem", "Speculation is {gain} as fast as plain decoding, over {prompts:prompt}.",
-        "Switch it off, or find a better setting with `specbench tune`."),
-    "speed.faster": ("ok", "Speculation is {gain} as fast as plain decoding, over {prompts:prompt}.", ""),
-    "speed.unknown": (
-        "note", "Speculation is {gain} as fast as plain decoding, over {prompts:prompt}: cannot tell whether it is"
-        " faster.",
-        "Measure more prompts with `specbench sweep --server`."),
     **{
         f"{topic}.failed": ("problem", f"{what} failed: {{reason}}", "Read the server's log.")
         for topic, what in {
             "answers": "The check of answers", "repeat": "The check of repeated answers",
             "cache": "The check of the prompt cache", "temperature": "The check at a temperature",
-            "outputs": "The comparison with plain decoding", "counters": "Reading the counters",
+            "counters": "Reading the counters",
         }.items()
     },
 }  # fmt: skip
