@@ -25,7 +25,7 @@ from specbench.show.answer import find_answers
 PACKAGE = Path(__file__).parents[1] / "specbench"
 EVIL = "[red]a\x1b[31m\nb"
 ESTIMATES = {"speedup", "low", "high"}
-LISTS = {"shares", "found", "names", "others"}
+LISTS = {"shares", "found", "names", "others", "counts"}
 
 
 def fields(name: str) -> dict[str, str]:

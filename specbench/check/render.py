@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
@@ -11,6 +12,7 @@ from specbench.check.bias import LEVEL, POWER
 from specbench.check.greedy import Against, Piece, verdict_of
 from specbench.check.outputs import OutputResult
 from specbench.check.run import Checked, DecodingCheck, verdict_on
+from specbench.findings.catalog import Finding
 from specbench.show.document import Items, Paragraph, Part, Sheet
 
 if TYPE_CHECKING:
@@ -205,45 +207,30 @@ def outputs_parts(
 
 def server_parts(check: ServerCheck) -> list[Part]:
     """Return what a check of a server's sampled output has found."""
-    result, verdict, drafted = check.result, check.verdict, check.drafted
+    answer, *more = (Paragraph(f"{found.text} {found.remedy}".rstrip()) for found in _server_findings(check))
+    return [replace(answer, style="bold"), *([] if check.complete else [_INTERRUPTED]), *more]
+
+
+def _server_findings(check: ServerCheck) -> Iterator[Finding]:
+    result = check.result
     counts = [_count(check.done * len(check.prompts), "answer"), _count(check.positions, "position")]
-    counts += [] if drafted is None else [_count(drafted, "draft token")]
-    on = ", ".join(counts)
-    against = {
-        "server": "the other server",
-        "target": "the target",
-        "log probabilities": "its log probabilities",
-    }
-    other = against[check.against]
+    counts += [] if check.drafted is None else [_count(check.drafted, "draft token")]
+    other = {"server": "the other server", "target": "the target"}.get(check.against, "its log probabilities")
     if result is None:
-        sentence = f"Too few positions: no round of answers is complete ({on})."
-    elif verdict == "biased":
-        how = {True: ": likely tokens are too frequent", False: ": likely tokens are too rare", None: ""}
-        sentence = (
-            f"BIASED: sampled output differs from {other}{how[result.peaked]}, p = {result.p:.2g} ({on})."
+        yield Finding("server.early", counts=counts)
+    elif check.verdict == "biased":
+        names = {True: "server.frequent", False: "server.rare", None: "server.biased"}
+        yield Finding(names[result.peaked], other=other, p=result.p, counts=counts)
+    elif check.verdict == "no deviation":
+        yield Finding(
+            "server.sound", other=other, p=result.p, counts=counts, share=result.detectable, power=POWER
         )
-    elif verdict == "no deviation":
-        share = f"{100 * (result.detectable or 0):.2g}% of the probability mass ({POWER:.0%})"
-        sentence = f"No deviation from {other} above {share}, p = {result.p:.2g}: {on}."
-    elif check.hardly_drafted:
-        sentence = f"Too few positions: hardly anything was drafted ({on})."
+        if check.drafted is None:
+            yield Finding("server.unreported")
     else:
-        sentence = f"Too few positions: not even a large deviation would have been found ({on})."
-    parts: list[Part] = [Paragraph(sentence, "bold")]
-    if not check.complete:
-        parts.append(_INTERRUPTED)
-    if drafted is None and verdict == "no deviation":
-        parts.append(Paragraph("The server does not report its drafts: this holds only if it speculates."))
+        yield Finding("server.undrafted" if check.hardly_drafted else "server.few", counts=counts)
     if check.first is not None and check.first.p <= LEVEL:
-        first, sure = "First tokens, which are never drafted, differ as well", ""
-        if not check.biased:
-            first, sure = (
-                "Only first tokens differ, which are never drafted",
-                "if more answers (--limit) confirm it, ",
-            )
-        cause = "another model, chat template or setting of sampling is the cause, whatever the drafts do"
-        parts.append(Paragraph(f"{first} (p = {check.first.p:.2g}): {sure}{cause}."))
-    return parts
+        yield Finding("server.first-too" if check.biased else "server.first-alone", p=check.first.p)
 
 
 # -- parts of all ----------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ _FORMATTER = _Formatter()
 
 _MORE_MEMORY = "Use a smaller model or a narrower dtype, or close other programs."
 _DIFFER = "{what}: tokens differ from {over} in {number} of {cases:case}, first at token {place} of {prompt} ({label})"
+_UNBIASED = "If it passes without speculation, its drafts are the cause."
+_NOT_DRAFTS = "Another model, chat template or setting of sampling is the cause, whatever the drafts do"
 _NO_DRAFT = "Check its log for the draft model: it may not be loaded, or not fit the target's vocabulary."
 _LOGPROBS = "Do not use its log probabilities; compare with speculation switched off."
 _PREFIX_CACHING = (
@@ -226,6 +228,26 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "tune.busy-decided": (
         "note", "{why} Candidates were measured in turn and corrected for disturbances of single generations, so the"
         " choice stands; the figures are those of a busy machine.", ""),
+    # -- check: does a server sample without bias? ----------------------------------------------------
+    "server.early": ("note", "Too few positions: no round of answers is complete ({counts}).", ""),
+    "server.undrafted": ("note", "Too few positions: hardly anything was drafted ({counts}).", ""),
+    "server.few": ("note", "Too few positions: not even a large deviation would have been found ({counts}).", ""),
+    "server.sound": (
+        "ok", "No deviation from {other} above {share:.2%} of the probability mass ({power:.0%}), p = {p:.2g}:"
+        " {counts}.", ""),
+    "server.unreported": ("note", "The server does not report its drafts: this holds only if it speculates.", ""),
+    "server.biased": ("problem", "BIASED: sampled output differs from {other}, p = {p:.2g} ({counts}).", _UNBIASED),
+    "server.frequent": (
+        "problem", "BIASED: sampled output differs from {other}: likely tokens are too frequent, p = {p:.2g}"
+        " ({counts}).", _UNBIASED),
+    "server.rare": (
+        "problem", "BIASED: sampled output differs from {other}: likely tokens are too rare, p = {p:.2g} ({counts}).",
+        _UNBIASED),
+    "server.first-too": (
+        "note", "First tokens, which are never drafted, differ as well (p = {p:.2g}).", f"{_NOT_DRAFTS}."),
+    "server.first-alone": (
+        "note", "Only first tokens differ, which are never drafted (p = {p:.2g}).",
+        f"{_NOT_DRAFTS}, if more answers (--limit) confirm it."),
     # -- doctor: speculation -------------------------------------------------------------------------
     "speculation.unknown": (
         "note", "The server does not report whether it drafts.",
