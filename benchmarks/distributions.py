@@ -162,7 +162,7 @@ def measure(cell: Cell, new: int = NEW) -> float:
 def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], float]:
     """Return the target's distribution by the chain rule, without any code of the loop."""
     growing: dict[tuple[int, ...], float] = {(): 1.0}
-    transforms = sampling.at(len(PROMPT), len(PROMPT) + new, ())
+    transforms = sampling.at(len(PROMPT), ())
     for _ in range(new):
         grown: dict[tuple[int, ...], float] = {}
         for tokens, weight in growing.items():

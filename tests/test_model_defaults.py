@@ -45,25 +45,18 @@ def usual() -> list[int]:
 FIRST, SECOND, THIRD, *_ = USUAL = usual()
 SETTINGS: dict[str, dict[str, Any]] = {
     "suppress": {"suppress_tokens": [SECOND, THIRD]},
-    "begin": {"begin_suppress_tokens": [FIRST]},
     "bad words": {"bad_words_ids": [[SECOND], [FIRST, 9], USUAL[2:4]], "eos_token_id": 9},
-    "bias": {"sequence_bias": [[[SECOND], -20.0], [[FIRST, 11], 30.0], [[11], 2.0]]},
     "at least": {"eos_token_id": [USUAL[4], 3], "min_new_tokens": 12},
     "at least, with the prompt": {"eos_token_id": USUAL[4], "min_length": len(PROMPT) + 9},
-    "forced end": {"eos_token_id": 3, "forced_eos_token_id": 3},
-    "forced end that is none": {"forced_eos_token_id": [3, 4]},
     "penalty": {"repetition_penalty": 1.8},
     "no repeats": {"no_repeat_ngram_size": 1},
-    "decay": {"eos_token_id": 3, "exponential_decay_length_penalty": (4, 1.6)},
     "several": {
-        "sequence_bias": [[[SECOND], 3.0], [[FIRST, SECOND], -4.0]],
         "repetition_penalty": 1.5,
         "no_repeat_ngram_size": 2,
         "suppress_tokens": [THIRD],
-        "begin_suppress_tokens": [FIRST],
+        "bad_words_ids": [[SECOND, 9]],
         "eos_token_id": [3],
         "min_new_tokens": 5,
-        "forced_eos_token_id": 3,
     },
 }
 
@@ -123,39 +116,6 @@ def test_settings_that_leave_no_token_are_named(temperature, drafter):
     assert "dtype" not in str(raised.value)
 
 
-def test_a_forced_beginning_of_a_single_token():
-    model = model_with({"forced_bos_token_id": 0, "begin_suppress_tokens": [FIRST]})
-    expected = answer(model, [5])
-    assert expected[0] == 0
-    target = wrap_target(model, pack=False)
-    for drafter in ("none", "self:int8"):
-        for first_target in (True, False):
-            result = speculative_generate(
-                [5], target, load_drafter(drafter, target), max_new_tokens=NEW, first_target=first_target
-            )
-            assert list(result.token_ids) == expected
-
-
-def test_an_end_is_forced_behind_the_tokens_asked_for_and_not_where_the_context_ends():
-    settings = {"eos_token_id": 3, "forced_eos_token_id": 3}
-    most = len(PROMPT) + NEW // 2
-
-    def short(context: int) -> PreTrainedModel:
-        model: Any = tiny_llama(context=context)
-        model.generation_config = GenerationConfig(**settings)
-        return model
-
-    for context in (most, len(PROMPT) + NEW):  # generate goes on behind the first one
-        model = short(context)
-        expected = answer(model, PROMPT)[: context - len(PROMPT)]
-        assert (expected[-1] == 3) == (context > most)
-        target = wrap_target(short(context), pack=False)
-        assert target.scorer.context_limit == context
-        for drafter in ("none", "lookup", "self:int8"):
-            result = speculative_generate(PROMPT, target, load_drafter(drafter, target), max_new_tokens=NEW)
-            assert list(result.token_ids) == expected
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_distributions_are_those_of_generate(name):
     """All rows of one pass, each in its own context."""
@@ -172,7 +132,7 @@ def test_distributions_are_those_of_generate(name):
     before = logits.clone()
     known = wrap_model(model, None)
     sampling = Sampling(temperature=1.3, top_k=40, top_p=0.95).with_defaults(known.defaults, known.vocab_size)
-    sampling = sampling.at(len(PROMPT), len(PROMPT) + NEW, known.end_ids)
+    sampling = sampling.at(len(PROMPT), known.end_ids)
     p = sampling.probabilities(logits, PROMPT, tokens[:-1])
     torch.testing.assert_close(p, torch.cat(sampled.scores).softmax(-1), rtol=1e-5, atol=1e-7)
     assert torch.equal(logits, before), "the logits were written to"
@@ -197,18 +157,23 @@ def test_sampled_outputs_are_exact(drafter):
 def test_what_is_applied_and_what_is_not():
     settings = {
         "do_sample": True, "temperature": 0.6, "top_k": 20, "num_beams": 1, "suppress_tokens": [1, 2],
-        "repetition_penalty": 1.1, "sequence_bias": {(1, 2): -1.0}, "forced_eos_token_id": 0, "eos_token_id": 3,
+        "repetition_penalty": 1.1, "bad_words_ids": [[1, 2]], "forced_eos_token_id": 0, "eos_token_id": 3,
         "no_repeat_ngram_size": 0, "guidance_scale": 2.0, "max_new_tokens": 7,
     }  # fmt: skip
     defaults = ModelDefaults.of(GenerationConfig(**settings))
     assert defaults.applied == {
-        "sequence_bias": [[[1, 2], -1.0]],
         "repetition_penalty": 1.1,
-        "forced_eos_token_id": 0,
+        "bad_words_ids": [[1, 2]],
         "suppress_tokens": [1, 2],
     }
     assert json.loads(json.dumps(defaults.applied)) == defaults.applied
-    assert defaults.unused == {"do_sample": True, "temperature": 0.6, "top_k": 20, "guidance_scale": 2.0}
+    assert defaults.unused == {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "guidance_scale": 2.0,
+        "forced_eos_token_id": 0,
+    }
     applied, unused = defaults.notes(applied=True)
     assert "suppress_tokens (--no-model-defaults" in applied
     assert "guidance_scale 2.0" in unused
@@ -227,7 +192,7 @@ def test_a_penalty_of_ones_own_goes_before_the_models():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"suppress_tokens": "all"}, {"sequence_bias": [[[10**6], 1.0]]}, {"no_repeat_ngram_size": 1.5},
+        {"suppress_tokens": "all"}, {"bad_words_ids": [[10**6]]}, {"no_repeat_ngram_size": 1.5},
         {"repetition_penalty": -1.0}, {"repetition_penalty": "high"}, {"min_length": "long"},
     ],
 )  # fmt: skip
@@ -264,15 +229,13 @@ def test_the_command_line_applies_them_and_can_leave_them_out(folder, cli):
 
 
 def test_a_special_token_as_a_stop_string(folder, cli):
-    """Behind the first token the model says it; end tokens are ignored."""
+    """It is all that the model may say; end tokens are ignored."""
     words = ["--target", folder, *COMMON, "--drafter", "self:layers=1", "--stop", TURN_END, "--json"]
-    special, newline = tiny_tokenizer().convert_tokens_to_ids([TURN_END, "Ċ"])  # with which prompts end
-    bias = [[[token, special], 99.0] for token in range(special) if token != newline]
-    (folder / "generation_config.json").write_text(json.dumps({"sequence_bias": bias}))
+    (special,) = tiny_tokenizer().convert_tokens_to_ids([TURN_END])
+    others = [token for token in range(tiny_llama().config.vocab_size) if token != special]
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": others}))
     figures = cli("generate", "the", *words).json()
-    first, last = figures["token_ids"]
-    assert (last, figures["finish_reason"]) == (special, "stop-string")
-    assert figures["text"] == tiny_tokenizer().decode([first])
+    assert (figures["token_ids"], figures["finish_reason"], figures["text"]) == ([special], "stop-string", "")
     said = cli("generate", "the", *words, "--stop", f"{TURN_END}\n")
     assert said.code == 2
     assert "joins the special token" in said.err

@@ -266,8 +266,7 @@ def compared_tokens(pairs: Pairs, loaded: LoadedRecipe, prompt: Sequence[int]) -
     found |= {"identical": not differing, "differing_repeats": len(differing)}
     if differing:
         decoding = loaded.recipe.decoding
-        last = len(prompt) + decoding.max_new_tokens
-        transforms = loaded.sampling.at(len(prompt), last, decoding.end_ids(loaded.target.end_ids))
+        transforms = loaded.sampling.at(len(prompt), decoding.end_ids(loaded.target.end_ids))
         difference = find_difference(loaded.target.scorer, prompt, *differing[0], transforms)
         assert difference is not None
         texts = [None if token is None else token_text(loaded.target, token) for token in difference.tokens]

@@ -51,7 +51,7 @@ class RunRules:
     def __init__(self, request: Request) -> None:
         self._request, self._stops, self._prompt = request, request.stops, len(request.prompt)
         end, limit = self._prompt + request.max_new_tokens, request.target.context_limit
-        self.sampling = request.sampling.at(self._prompt, end, self._stops.end_ids)
+        self.sampling = request.sampling.at(self._prompt, self._stops.end_ids)
         self.verification = request.verification(self.sampling)
         self.max_length = end if limit is None else min(end, limit)
 

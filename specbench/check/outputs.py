@@ -152,7 +152,7 @@ def check_output(
 
     Args:
         target: Runs one forward over prompt and output, see ``clean_rows``.
-        sampling: Its repetition penalty and the model's own settings apply, but no forced end: the limit is unknown.
+        sampling: Its repetition penalty and the model's own settings apply.
         end_ids: Tokens that end an output; empty if the outputs ignore them.
 
     Raises:
@@ -160,7 +160,7 @@ def check_output(
     """
     differences: list[Difference] = []
     output = given.token_ids
-    sampling = sampling.at(len(prompt), None, end_ids)
+    sampling = sampling.at(len(prompt), end_ids)
     for position, row in enumerate(clean_rows(target, prompt, output)):
         context = [*prompt, *output[:position]]
         best = sampling.choose(row.unsqueeze(0), context)[0]

@@ -299,20 +299,15 @@ class ServerCheck:
         }
 
 
-def target_score(target: Target, sampling: Sampling, prompts: Sequence[Sequence[int]], tokens: int) -> Score:
-    """Return what scores answers with a target.
-
-    Args:
-        prompts: Token ids of the prompts.
-        tokens: Most tokens of an answer.
-    """
+def target_score(target: Target, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Score:
+    """Return what scores answers to prompts, given as token ids, with a target."""
     ends, number = target.end_ids, min(_LIKELIEST, target.vocab_size)
 
     def score(which: int, ids: Sequence[int], ended: bool) -> Scored:
         prompt = prompts[which]
         if ended and not set(ids[-1:]) & set(ends):
             ids = (*ids, *ends[:1])  # servers may leave it out
-        at = sampling.at(len(prompt), len(prompt) + tokens, ends)
+        at = sampling.at(len(prompt), ends)
         rows, chosen = [], []
         for place, logits in enumerate(clean_rows(target.scorer, prompt, ids)):
             best = at.probabilities(logits.unsqueeze(0), [*prompt, *ids[:place]])[0].topk(number)

@@ -46,7 +46,7 @@ def check_server(asked: CheckedOptions, recipe: Recipe, tokens: int | None, *, s
         if scored:
             target, _ = load_models(recipe, (), progress)
             encoded = [encode_conversation(target, prompt) for prompt in prompts]
-            score = target_score(target, transforms_of(recipe, target.language_model), encoded, tokens)
+            score = target_score(target, transforms_of(recipe, target.language_model), encoded)
             notes = load_notes(target, (), recipe.decoding)
     messages = [_messages(prompt) for prompt in prompts]
     rounds = -(-(asked.limit or SERVER_ANSWERS) // len(prompts))

@@ -16,20 +16,20 @@ from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
 
 APPLIED = (
-    "sequence_bias", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length",
-    "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens",
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens",
+    "suppress_tokens",
 )  # fmt: skip
-"""Settings that change logits by the context alone."""
+"""Settings of decoder models that change logits by the context alone."""
 
 NOT_USED = (
     "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff",
     "eta_cutoff", "num_beams", "penalty_alpha", "dola_layers", "guidance_scale",
     "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config", "force_words_ids",
-    "constraints", "stop_strings", "token_healing", "max_time",
+    "constraints", "stop_strings", "token_healing", "max_time", "sequence_bias", "forced_bos_token_id",
+    "forced_eos_token_id", "exponential_decay_length_penalty", "begin_suppress_tokens",
 )  # fmt: skip
 """Settings that would change outputs, but are not used: how tokens are chosen is up to the user, and the others need
-more than logits."""
+more than logits, or belong to models that are no decoders."""
 
 NEUTRAL = {"repetition_penalty": 1.0, "num_beams": 1}
 
@@ -103,21 +103,14 @@ class ContextRules:
         applied: See ``ModelDefaults``.
         repetition_penalty: Replaces the settings' own; 1 for none.
         prompt: Length of the prompt.
-        asked: Length of the prompt and the requested new tokens, whose last one may be a forced end token; ``None`` if
-            unknown, and then no end is forced.
         end_ids: The end tokens.
     """
 
     def __init__(
-        self,
-        applied: dict[str, Any],
-        repetition_penalty: float,
-        prompt: int,
-        asked: int | None,
-        end_ids: Iterable[int],
+        self, applied: dict[str, Any], repetition_penalty: float, prompt: int, end_ids: Iterable[int]
     ) -> None:
         self._applied, self._penalty = applied, repetition_penalty
-        self._prompt, self._asked, self._end_ids = prompt, asked, sorted(end_ids)
+        self._prompt, self._end_ids = prompt, sorted(end_ids)
         self._made: dict[torch.device, list[Processor]] = {}
 
     def __call__(
@@ -143,8 +136,6 @@ class ContextRules:
         own, made = self._applied, list[Any]()
         ends = torch.tensor(self._end_ids, device=device) if self._end_ids else None
         least = self._prompt + own["min_new_tokens"] if "min_new_tokens" in own else own.get("min_length")
-        if "sequence_bias" in own:
-            made.append(hf.SequenceBiasLogitsProcessor(own["sequence_bias"]))
         if self._penalty != 1.0:
             made.append(hf.RepetitionPenaltyLogitsProcessor(float(self._penalty)))
         if "no_repeat_ngram_size" in own:
@@ -153,30 +144,18 @@ class ContextRules:
             made.append(hf.NoBadWordsLogitsProcessor(own["bad_words_ids"], ends))
         if least is not None and ends is not None:
             made.append(hf.MinLengthLogitsProcessor(least, ends, device=str(device)))
-        if "forced_bos_token_id" in own:
-            made.append(hf.ForcedBOSTokenLogitsProcessor(own["forced_bos_token_id"]))
-        if "forced_eos_token_id" in own and self._asked is not None:
-            forced = own["forced_eos_token_id"]
-            made.append(hf.ForcedEOSTokenLogitsProcessor(self._asked, forced, device=str(device)))
-        if "exponential_decay_length_penalty" in own and ends is not None:
-            decay = tuple(own["exponential_decay_length_penalty"])
-            made.append(hf.ExponentialDecayLengthPenalty(decay, ends, self._prompt))
         if "suppress_tokens" in own:
             made.append(hf.SuppressTokensLogitsProcessor(own["suppress_tokens"], device=str(device)))
-        if "begin_suppress_tokens" in own:
-            begin = self._prompt + (self._prompt <= 1 and "forced_bos_token_id" in own)
-            suppressed = own["begin_suppress_tokens"]
-            made.append(hf.SuppressTokensAtBeginLogitsProcessor(suppressed, begin, device=str(device)))
         return made
 
     def try_out(self, vocab_size: int) -> None:
-        """Apply the settings once, also at the start and the end of an output.
+        """Apply the settings once.
 
         Raises:
             UsageError: They are damaged, or name tokens that the model lacks.
         """
         try:
-            for length in (1, 2, 4):
+            for length in (1, 4):
                 self(torch.zeros(1, vocab_size), [0] * length)
         except Exception as error:  # processors raise many kinds of errors
             raise UsageError(

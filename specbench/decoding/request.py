@@ -102,7 +102,7 @@ class Request:
     @property
     def transforms(self) -> Sampling:
         """The transforms for this output, with a fresh state."""
-        return self.sampling.at(len(self.prompt), self.requested_length, self.stops.end_ids)
+        return self.sampling.at(len(self.prompt), self.stops.end_ids)
 
     def verification(self, sampling: Sampling) -> Verification:
         """Return what judges the drafts, with the transforms of this output."""

@@ -106,20 +106,20 @@ class Sampling(SamplingOptions):
         applied = defaults.applied
         if self.defaults is not None or not applied:
             return self
-        ContextRules(applied, applied.get("repetition_penalty", 1.0), 1, 2, (0,)).try_out(vocab_size)
+        ContextRules(applied, applied.get("repetition_penalty", 1.0), 1, (0,)).try_out(vocab_size)
         penalty = self.repetition_penalty
         if penalty == 1.0:
             penalty = float(applied.get("repetition_penalty", 1.0))
         more = applied.keys() - {"repetition_penalty"}
         return replace(self, repetition_penalty=penalty, defaults=defaults if more else None)
 
-    def at(self, prompt: int, asked: int | None, end_ids: Iterable[int]) -> Sampling:
+    def at(self, prompt: int, end_ids: Iterable[int]) -> Sampling:
         """Return the transforms for one output; for the arguments see ``ContextRules``."""
         if not self.context_dependent:
             return self
         rules, matcher = None, None
         if self.defaults is not None:
-            rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, asked, end_ids)
+            rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, end_ids)
         if self.format is not None:
             matcher = self.format.matcher(prompt)
         return replace(self, rules=rules, matcher=matcher)  # the cached context belongs to one output

@@ -62,7 +62,7 @@ class Answer:
     @cached_property
     def transforms(self) -> Sampling:
         """The transforms for this output."""
-        return self.sampling.at(len(self.prompt), self.limit, self.end_ids)
+        return self.sampling.at(len(self.prompt), self.end_ids)
 
     def room(self) -> NDArray[np.int64]:
         """Return how many tokens a draft after the first i tokens can have: one more token ends its step."""

@@ -73,8 +73,6 @@ def generate_with_transformers(
         matcher = target.formats.compile(form).matcher(len(prompt))
         extra["logits_processor"] = LogitsProcessorList([matcher.process])
     rules = target.defaults.with_options(decoding).applied
-    if budget < longest:  # the forced end comes after max_new_tokens
-        rules.pop("forced_eos_token_id", None)
     greedy = config.condition.temperature == 0
     beams = config.decoder.beams if isinstance(config.decoder, OtherLibrary) else None
     settings = GenerationConfig(

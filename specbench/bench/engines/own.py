@@ -272,7 +272,7 @@ class ModelEngine(BenchEngine):
 
         target = self.target
         transforms = target.language_model.transforms(Sampling(), decoding)
-        transforms = transforms.at(len(prompt), None, decoding.end_ids(target.end_ids))
+        transforms = transforms.at(len(prompt), decoding.end_ids(target.end_ids))
         return find_difference(target.scorer, prompt, tokens, plain, transforms)
 
 
