@@ -247,8 +247,8 @@ def draw(number: int, models: str | None = None) -> Case:
     elif r.random() < 0.15:
         ids = [r.randrange(vocabulary) for _ in range(6)]
         case.defaults = r.choice((
-            {"suppress_tokens": ids}, {"begin_suppress_tokens": ids}, {"no_repeat_ngram_size": r.choice((1, 2, 3))},
-            {"bad_words_ids": [[ids[0]], ids[1:3]]}, {"sequence_bias": [[ids[:1], 5.0], [ids[1:3], -5.0]]},
+            {"suppress_tokens": ids}, {"no_repeat_ngram_size": r.choice((1, 2, 3))},
+            {"bad_words_ids": [[ids[0]], ids[1:3]]},
             {"min_new_tokens": r.choice((3, 9))} if case.dtype == "float32" else {},
         ))  # fmt: skip
     for _ in range(r.choice((1, 1, 2, 3))):

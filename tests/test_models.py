@@ -315,7 +315,7 @@ def test_damaged_files(folder, file, content, says):
         ("config.json", "vocab_size", 10**400, "vocab_size is too large"),
         ("generation_config.json", "eos_token_id", "x", "eos_token_id is neither a token id nor a list"),
         ("generation_config.json", "eos_token_id", [math.nan], "eos_token_id is neither"),
-        ("generation_config.json", "forced_eos_token_id", True, "generation settings cannot be applied"),
+        ("generation_config.json", "no_repeat_ngram_size", 1.5, "generation settings cannot be applied"),
         ("tokenizer_config.json", "model_max_length", "x", "its model_max_length is no number"),
     ],
     ids=lambda value: str(value)[:20],

@@ -105,9 +105,9 @@ def _observe(request: Request, record: Prefill | Step) -> None:
     if isinstance(record, Step):
         request.policy.observe(record)
         return
-    unread, prior = request.drafter.unread(request.prompt), request.drafter.traits.prior
+    unread, traits = request.drafter.unread(request.prompt), request.drafter.traits
     token_s = record.time_s / record.prompt_tokens
-    request.policy.begin(NewPrompt(unread, token_s, prior))
+    request.policy.begin(NewPrompt(unread, token_s, traits))
 
 
 def _along(path: Sequence[int], hidden: torch.Tensor, draft: Draft) -> torch.Tensor:

@@ -95,22 +95,31 @@ verification method needs (``specbench.decoding.verdicts``)."""
 
 
 @dataclass(frozen=True)
-class DrafterPrior:
-    """What is known of a drafter before it has drafted.
+class DrafterTraits:
+    """What a drafter says of itself.
 
     Attributes:
+        name: The drafter as the command line names it, with its options.
+        trees: Whether it can draft trees.
+        several: Whether its drafts merge the chains of several drafters.
+        certain: Whether all tokens of its trees are certain, not drawn.
+        layers: The layers of the target whose hidden states it needs, see ``ForwardRequest``.
+        vocabulary: The tokens that it can draft; ``None`` for all.
         reading_share: The expected time in which its model reads a prompt, over the target's.
-        acceptance: The share of its first draft tokens that were accepted when it was trained, strictly between 0 and
-            1; ``None`` if that is not known.
-        even_odds: The log-odds with which a token is accepted that the drafter gives a probability of 1/2.
+        acceptance: The share of its first draft tokens that were accepted elsewhere, strictly between 0 and 1; ``None``
+            if that is not known.
+        even_odds: The log-odds with which a token is accepted that it gives a probability of 1/2.
     """
 
+    name: str
+    trees: bool = False
+    several: bool = False
+    certain: bool = False
+    layers: Sequence[int] = ()
+    vocabulary: DraftVocabulary | None = None
     reading_share: float = 0.2
     acceptance: float | None = None
     even_odds: float = 1.0
-
-
-UNKNOWN_DRAFTER = DrafterPrior()
 
 
 @dataclass(frozen=True)
@@ -120,12 +129,12 @@ class NewPrompt:
     Attributes:
         unread: How many tokens of the prompt the drafter's model has to read before it can draft.
         token_s: Seconds in which the target has read a token of the prompt; 0 if it has read none.
-        prior: What is known of the drafter.
+        drafter: What is known of the drafter before it has drafted.
     """
 
     unread: int = 0
     token_s: float = 0.0
-    prior: DrafterPrior = UNKNOWN_DRAFTER
+    drafter: DrafterTraits = DrafterTraits("unknown")
 
 
 class DraftPolicy:
@@ -328,29 +337,6 @@ class StepPlan:
     sampling: Sampling
     random: Randomness
     drawing: Drawing = top
-
-
-@dataclass(frozen=True)
-class DrafterTraits:
-    """What a drafter says of itself.
-
-    Attributes:
-        name: The drafter as the command line names it, with its options.
-        trees: Whether it can draft trees.
-        several: Whether its drafts merge the chains of several drafters.
-        certain: Whether all tokens of its trees are certain, not drawn.
-        layers: The layers of the target whose hidden states it needs, see ``ForwardRequest``.
-        vocabulary: The tokens that it can draft; ``None`` for all.
-        prior: What is known of it before it has drafted.
-    """
-
-    name: str
-    trees: bool = False
-    several: bool = False
-    certain: bool = False
-    layers: Sequence[int] = ()
-    vocabulary: DraftVocabulary | None = None
-    prior: DrafterPrior = UNKNOWN_DRAFTER
 
 
 class Drafter:

@@ -21,7 +21,7 @@ from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.backends.torch.submodels import cheaper_form, check_form
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
-from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest, NoDraft
+from specbench.decoding.protocols import Drafter, DrafterTraits, ForwardRequest, NoDraft
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.free import make_free
@@ -238,22 +238,20 @@ def wrap_drafter(
         drafter = model_drafter(language_model, scorer, name)
     else:
         drafter = TranslatingDrafter(scorer, name, translation)
-    drafter.traits = replace(drafter.traits, prior=_prior(model, target))
+    drafter.traits = _sized(drafter.traits, model, target)
     return drafter
 
 
-def _prior(module: nn.Module, target: Target) -> DrafterPrior:
-    """Return what is known of a drafter before it drafts: models read prompts by the weights of linear layers."""
+def _sized(traits: DrafterTraits, module: nn.Module, target: Target) -> DrafterTraits:
+    """Return traits with the time of reading a prompt, which models do by the weights of linear layers."""
     own, whole = (kernels.layers_of(each).weights for each in (module, target.language_model.model))
-    share = min(1.0, own / whole) if own and whole else UNKNOWN_DRAFTER.reading_share
-    return DrafterPrior(share)
+    return replace(traits, reading_share=min(1.0, own / whole)) if own and whole else traits
 
 
-_ROUNDED: dict[QuantizedName, DrafterPrior] = {
-    "int8": DrafterPrior(acceptance=0.96, even_odds=3.4),
-    "int4": DrafterPrior(acceptance=0.92, even_odds=2.2),
-}
-"""A rounded copy of the target is accepted more often than its own probabilities say (notes/measured.md)."""
+_ROUNDED: dict[QuantizedName, tuple[float, float]] = {"int8": (0.96, 3.4), "int4": (0.92, 2.2)}
+"""Acceptance and even odds (``DrafterTraits``): a rounded copy of the target is accepted more often than its own
+probabilities say (notes/measured.md).
+"""
 
 
 def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = None) -> SelfDrafter:
@@ -282,7 +280,8 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     scorer = Scorer(cheaper, target.scorer.cache, context_limit=target.scorer.context_limit)
     drafter = SelfDrafter(scorer, str(form))
     if rounded and whole:
-        drafter.traits = replace(drafter.traits, prior=_ROUNDED[rounded])
+        acceptance, even_odds = _ROUNDED[rounded]
+        drafter.traits = replace(drafter.traits, acceptance=acceptance, even_odds=even_odds)
     return drafter
 
 
@@ -316,7 +315,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     embed, fitted = model.get_input_embeddings(), FittedLogits(target.vocab_size, tokens)
     of_target = OfTarget(embed, layers, fitted, limit, dtype, scorer.device, model.config, scorer.cache)
     drafter = HeadDrafter(form.scorer(module, of_target), f"{head.name} ({name})")
-    drafter.traits = replace(drafter.traits, prior=_prior(module, target))
+    drafter.traits = _sized(drafter.traits, module, target)
     return drafter
 
 

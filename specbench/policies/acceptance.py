@@ -10,7 +10,7 @@ from specbench.policies.base import confidence, is_guess
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
-    from specbench.decoding.protocols import DrafterPrior
+    from specbench.decoding.protocols import DrafterTraits
     from specbench.decoding.records import Step
 
 _FLOOR, _CEILING = -4.0, 6.0
@@ -106,18 +106,18 @@ class AcceptanceEstimator:
     A token that is drafted already is judged by its own log-odds, one that is not by those of the token before it.
 
     Args:
-        prior: What is known of the drafter.
+        drafter: What is known of the drafter.
 
     Attributes:
         survival: The chance that all tokens of the step's draft that were read so far are accepted.
     """
 
-    def __init__(self, prior: DrafterPrior) -> None:
-        known = prior.acceptance
+    def __init__(self, drafter: DrafterTraits) -> None:
+        known = drafter.acceptance
         mean, deviation = (_PRIOR_LOG_ODDS, 1.0) if known is None else (log_odds(known), 0.6)
         # The priors lie between those of two pairs of models.
         self._next = OnlineLogistic((mean - _SLOPE * _MEAN_LOG_ODDS, _SLOPE), (deviation, 0.2))
-        self._drawn = OnlineLogistic((prior.even_odds, 1.0), (1.0, 0.3))
+        self._drawn = OnlineLogistic((drafter.even_odds, 1.0), (1.0, 0.3))
         self._matched = OnlineLogistic.of_matches()
         # Log-odds of the last tested token, and of such tokens in the mean.
         self._last = self._mean_last = _MEAN_LOG_ODDS

@@ -101,7 +101,7 @@ class AutoLength(ChainPolicy):
 
     def begin(self, prompt: NewPrompt) -> None:
         self.table.begin(prompt)
-        self._estimator = AcceptanceEstimator(prompt.prior)
+        self._estimator = AcceptanceEstimator(prompt.drafter)
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=_STEPS)  # tokens, passes, rows
         self._drawn = self._passes = _PRIOR_STEPS  # tokens of the drafter's model, and its passes for them
         self._may_lose = 0.0  # tokens, by exploring

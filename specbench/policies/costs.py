@@ -87,7 +87,7 @@ class CostTable:
 
     def begin(self, prompt: NewPrompt) -> None:
         """Start a prompt."""
-        self._unread, self._share = prompt.unread, prompt.prior.reading_share
+        self._unread, self._share = prompt.unread, prompt.drafter.reading_share
 
     def observe(self, step: Step) -> None:
         """Measure a finished step."""
