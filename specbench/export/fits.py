@@ -25,16 +25,12 @@ from specbench.specs.drafters import Mtp, SmallModel
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import LONGEST_DRAFT, Fixed
 
-DTYPES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.625}
-"""Bytes per weight of linear layers in specbench, scales included."""
-
 _OF_TARGET = ("--dtype", "--temp", "--model", "--model-path", "--revision")
 """Engines' options that have nothing to do with the drafter."""
 
 _CAUSAL = ("forcausallm", "lmheadmodel", "forconditionalgeneration")
-_TUNED = {"instruct", "inst", "chat", "it", "thinking"}
 _STORED = re.compile(r"meta|nvfp4|mxfp4|awq|gptq|gguf|fp8|bf16|int[48]|[48]bit|w\d+a\d+|")
-"""Words of a name in which a base model and its variants differ, and in which copies of one model do."""
+"""Words of a name in which copies of one model differ."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +70,13 @@ class ModelFacts:
             )
         return value
 
-    def memory(self, dtype: str | None = None) -> float | None:
-        """Return about how many bytes its weights take as stored, or in a dtype; ``None`` if that is not known."""
-        if not self.headers or (dtype and "quantization_config" in {*self.settings, *self.text}):
-            return None
+    @property
+    def stored_bytes(self) -> float:
+        """About how many bytes its weights take as stored; 0 if that is not known."""
         total = 0.0
-        for name, header in self.headers.items():
+        for header in self.headers.values():
             bits = re.search(r"\d+", header.dtype)
-            size = int(bits[0]) / 8 if bits else 1
-            if dtype is not None:  # embeddings and norms are not quantized
-                linear = len(header.shape) > 1 and "embed" not in name
-                size = DTYPES[dtype] if linear else max(2.0, DTYPES[dtype])
-            total += math.prod(header.shape) * size
+            total += math.prod(header.shape) * (int(bits[0]) / 8 if bits else 1)
         return total
 
 
@@ -116,7 +107,8 @@ class Fit:
         rows: What is known of it, with labels.
         faults: Why it does not fit.
         doubts: What may go wrong, as sentences.
-        engines: Each engine with the options by which it takes the drafter, or with why it does not.
+        engines: Each engine with the options by which it takes the drafter, and what that needs.
+        refused: The other engines with their reasons.
     """
 
     name: str
@@ -125,7 +117,8 @@ class Fit:
     rows: list[tuple[str, str]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
-    engines: list[tuple[str, str]] = field(default_factory=list)
+    engines: list[tuple[str, str, str]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
 
 
 def fit_of(target: ModelFacts, drafter: SmallModel) -> Fit:
@@ -150,10 +143,10 @@ def fit_of(target: ModelFacts, drafter: SmallModel) -> Fit:
             others = _examine_model(fit, fit.facts, target)
         if not fit.facts.headers:
             fit.doubts.append("The headers of its weights cannot be read: only config.json was compared.")
-        if (fit.facts.memory() or 0) >= (target.memory() or math.inf):
+        if fit.facts.stored_bytes >= (target.stored_bytes or math.inf):
             fit.doubts.append("Its weights are no smaller than the target's: drafts cost what they save.")
     if not fit.faults:
-        fit.engines += _engines(target, drafter, head, *others)
+        _add_engines(fit, target, drafter, head, *others)
     return fit
 
 
@@ -237,7 +230,7 @@ def _faults_of_tensors(
 
 
 def _doubts_of_names(head: HeadFiles, target: ModelFacts) -> Iterator[str]:
-    """Yield what names tell of the model that a head was made for, which is no proof."""
+    """Yield a doubt if a head or its model card names another target, which is no proof."""
     card = ""
     with suppress(OSError, ValueError):
         card = (head.folder / "README.md").read_text(encoding="utf-8").partition("\n---")[0]
@@ -245,16 +238,8 @@ def _doubts_of_names(head: HeadFiles, target: ModelFacts) -> Iterator[str]:
     keys = map(head.settings.get, ("base_model_name_or_path", "base_model", "target"))
     named = [head.verifier.get("name_or_path"), *keys, in_card and in_card[1]]
     made_for = next((each for each in named if isinstance(each, str) and each), None)
-    own, theirs = _words(target.name), _words(made_for or head.name)
-    other = "another variant" if theirs & _TUNED else "the base model"
-    may = f"it may have been made for {other}, and its drafts be accepted less often"
-    family = re.match(r"[a-z]{3,}", target.name.rpartition("/")[2].lower())
-    if made_for is None:
-        if family and family[0] in head.name.lower() and bool(own & _TUNED) != bool(theirs & _TUNED):
-            yield f"By its name, beside {target.name}, {may}."
-    elif own != theirs:
-        elsewhere = "it may have been made for other weights"
-        yield f"It names {made_for} as its target: {may if own - _TUNED == theirs - _TUNED else elsewhere}."
+    if made_for is not None and _words(made_for) != _words(target.name):
+        yield f"It names {made_for} as its target: it may have been made for other weights."
 
 
 def _words(name: str) -> set[str]:
@@ -288,11 +273,16 @@ def _examine_model(fit: Fit, facts: ModelFacts, target: ModelFacts) -> tuple[boo
     return ours != theirs, bool(logits)
 
 
-def _engines(
-    target: ModelFacts, drafter: SmallModel, head: HeadFiles | None, other_tokens: bool, other_logits: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield each engine, specbench first, with the options by which it takes a drafter, or with why it does not."""
-    yield "specbench", shlex.join(["--drafter", drafter_argument(drafter)])
+def _add_engines(
+    fit: Fit,
+    target: ModelFacts,
+    drafter: SmallModel,
+    head: HeadFiles | None,
+    other_tokens: bool,
+    other_logits: bool,
+) -> None:
+    """Add which engines take a drafter, specbench first, and which do not."""
+    fit.engines.append(("specbench", shlex.join(["--drafter", drafter_argument(drafter)]), ""))
     gamma = None if head is None else head.proposed
     policy = Fixed(gamma if type(gamma) is int and 0 < gamma <= LONGEST_DRAFT else 3)
     recipe, training = Recipe(target.files.spec, drafter, policy), None if head is None else head.training
@@ -301,14 +291,15 @@ def _engines(
         try:
             export = engine.export(Setting(recipe, policy.gamma_max, head=training))
         except UsageError as error:
-            yield title, f"no: {error.message.removeprefix(f'{title} ').removeprefix(f'{engine.title} ')}"
+            reason = error.message.removeprefix(f"{title} ").removeprefix(f"{engine.title} ")
+            fit.refused.append((title, f"no: {reason}"))
             continue
         if other_tokens and not engine.other_tokens:
-            yield title, "no: no option of it for drafters with other tokens is known"
+            fit.refused.append((title, "no: no option of it for drafters with other tokens is known"))
             continue
         options = {name: value for name, value in export.options.items() if name not in _OF_TARGET}
         of_command_line = all(name[0] == "-" for name in options)
         words = shlex.join(option_words(options)) if of_command_line else json.dumps(options)
         needs = [each.partition(". ")[0].rstrip(".") for each in export.needs]
         needs += [engine.other_tokens] if other_tokens or other_logits else []
-        yield title, f"{words}  # {'; '.join(needs)}" if any(needs) else words
+        fit.engines.append((title, words, "; ".join(filter(None, needs))))
