@@ -79,11 +79,6 @@ class Frames:
         groups = self.results.groups.merge(done.groupby(keys, as_index=False)["met"].sum(), on=keys)
         return groups.assign(seconds=groups["new_tokens"] / groups["throughput"].astype(float))
 
-    @cached_property
-    def within_pairs(self) -> pd.DataFrame:
-        """The same, each with the group of its baseline."""
-        return with_baseline(self.within, ["met", "seconds"], ["group", "repeat"])
-
 
 def paired_generations(results: Results) -> pd.DataFrame:
     """Pair each finished generation with its baseline's for the same prompt, turn and repeat.

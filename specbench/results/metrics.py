@@ -471,17 +471,9 @@ class Figures:
     @metric("goodput", "ratio", 4, interval=True)
     def goodput(self) -> Estimate:
         """Requests per second within all limits of latency."""
-        return _pooled(self._within("within"), "met", "seconds", "group")
-
-    @metric("goodput ×", "ratio", 4, interval=True)
-    def goodput_ratio(self) -> Estimate:
-        """Goodput over the baseline's."""
-        pairs = self._within("within_pairs")
-        return NO_FIGURE if pairs.empty else self._pooled_ratio(pairs, "met", "seconds", "group")
-
-    def _within(self, name: str) -> pd.DataFrame:
-        frame = self.summary.part(name, self.config.id)
-        return frame if self.summary.limits and not self.category else frame[:0]
+        if not self.summary.limits or self.category:
+            return NO_FIGURE
+        return _pooled(self.summary.part("within", self.config.id), "met", "seconds", "group")
 
 
 def _share_of(part: str) -> Metric:

@@ -220,7 +220,7 @@ _REQUESTS = (
     _CONFIGURATION,
     *_figures("finished_requests tokens_per_second"),
     *_figures(" ".join(f"{name}_{percent}" for name in _LATENCIES for percent in PERCENTILES)),
-    *_figures("acceptance_rate pool_peak_bytes goodput goodput_ratio"),
+    *_figures("acceptance_rate pool_peak_bytes goodput"),
 )
 _ABOUT_REQUESTS = (
     "Percentiles are over all requests: of the time per token after the first emission, and of times from arrival, in"
@@ -334,12 +334,10 @@ def service_sheets(summary: Summary) -> dict[str, Sheet]:
         )
     if summary.limits:
         within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in summary.limits.items())
-        said.append(
-            f"Goodput: requests per second within the limits ({within}); goodput ×: over {summary.run.baseline}."
-        )
+        said.append(f"Goodput: requests per second within the limits ({within}).")
     return _with_rows(
         {
-            "Batches of requests": table(requests, _REQUESTS[: None if summary.limits else -2], said),
+            "Batches of requests": table(requests, _REQUESTS[: None if summary.limits else -1], said),
             "Thinking and answer": table(part_rows(summary.results), _PARTS),
         }
     )
