@@ -322,7 +322,7 @@ INLINE int64_t place_of(const int32_t *places, int position) { return places ? p
 #define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma"
 
 /* The sum of each of sixteen vectors. */
-INLINE __attribute__((target(AVX512))) __m512 sums_avx512(const __m512 *x) {
+INLINE __attribute__((target(AVX512))) __m512 sums_of_512(const __m512 *x) {
     __m512 fours[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -346,7 +346,7 @@ INLINE void put_exceptions(const Block *block, const uint32_t *exceptions, uint1
     for (int i = block->first; i < block->first + block->count; i++) to[exceptions[i] >> 16] = (uint16_t)exceptions[i];
 }
 
-static void unpack_any(const Block *block, const uint32_t *exceptions, int steps, uint16_t *to) {
+static void unpack_256(const Block *block, const uint32_t *exceptions, int steps, uint16_t *to) {
     const uint8_t *from = (const uint8_t *)(block + 1);
     for (int step = 0; step < steps; step++, from += STEP_IN_12_BITS)
         for (int i = 0; i < 2 * MOST_WIDTH; i++) {
@@ -382,7 +382,7 @@ INLINE __attribute__((target(AVX512))) void put_exception(__m512i *step, uint32_
         step[i] = _mm512_mask_set1_epi16(step[i], place / 32 == i ? 1u << place % 32 : 0, (short)exception);
 }
 
-static __attribute__((target(AVX512))) void unpack_avx512(
+static __attribute__((target(AVX512))) void unpack_512(
     const Block *block, const uint32_t *exceptions, int steps, uint16_t *to) {
     const char *from = (const char *)(block + 1);
     const __m512i upper = upper_of(block);
@@ -394,64 +394,74 @@ static __attribute__((target(AVX512))) void unpack_avx512(
     put_exceptions(block, exceptions, to);
 }
 
-#define LANES 16
-#define UNPACK unpack_avx512
-#define UNPACKS_STEPS 1
-#define VF __m512
-#define VI __m512i
-#define F_LOAD _mm512_loadu_ps
-#define F_STORE _mm512_storeu_ps
-#define F_SET _mm512_set1_ps
-#define F_ADD _mm512_add_ps
-#define F_SUB _mm512_sub_ps
-#define F_MUL _mm512_mul_ps
-#define F_DIV _mm512_div_ps
-#define F_FMA _mm512_fmadd_ps
-#define F_MAX _mm512_max_ps
-#define F_MIN _mm512_min_ps
+/* Vectors of BITS bits, and what native.h does with them. */
+#define WITH_BITS(before, bits, after) before##bits##after
+#define JOINED(before, bits, after) WITH_BITS(before, bits, after)
+#define MM(name) JOINED(_mm, BITS, _##name)
+#define LANES (BITS / 32)
+#define VF JOINED(__m, BITS, )
+#define VI JOINED(__m, BITS, i)
+#define F_LOAD MM(loadu_ps)
+#define F_STORE MM(storeu_ps)
+#define F_SET MM(set1_ps)
+#define F_ADD MM(add_ps)
+#define F_SUB MM(sub_ps)
+#define F_MUL MM(mul_ps)
+#define F_DIV MM(div_ps)
+#define F_FMA MM(fmadd_ps)
+#define F_MAX MM(max_ps)
+#define F_MIN MM(min_ps)
+#define F_SUMS JOINED(sums_of_, BITS, )
+#define F_TO_I MM(cvtps_epi32)
+#define F_OF_I(i) ((VF)(i))
+#define F_POWER(i) F_OF_I(MM(slli_epi32)(MM(add_epi32)(i, I_SET(127)), 23))
+#define F_OF_BFLOAT16(p) F_OF_I(I_SHIFT_UP16(MM(cvtepu16_epi32)(LOAD_HALF(p))))
+#define I_TO_F MM(cvtepi32_ps)
+#define I_SET MM(set1_epi32)
+#define I_LOAD(p) JOINED(MM(loadu_si), BITS, )((const VI *)(p))
+#define I_STORE(p, i) JOINED(MM(storeu_si), BITS, )((VI *)(p), i)
+#define I_AND JOINED(MM(and_si), BITS, )
+#define I_SHIFT4(v) MM(srli_epi16)(v, 4)
+#define I_SHIFT_UP16(v) MM(slli_epi32)(v, 16)
+#define UNPACK JOINED(unpack_, BITS, )
+#define UNPACKS_STEPS (BITS == 512)
+#define ZERO_OF_BYTES (HAS_VNNI ? 128 : 0)
+#define TILE_BYTES (BITS == 512 ? 8 : HAS_VNNI ? 6 : 2)
+#define TILE_NIBBLES 6
+#define TILE_NUMBERS (BITS == 512 ? 6 : 3)
+#define TILE_WIDENED (BITS == 512 ? 6 : 2)
+
+#define BITS 512
+#define LOAD_HALF(p) _mm256_loadu_si256((const __m256i *)(p))
 #define F_ABS _mm512_abs_ps
 #define F_SUM _mm512_reduce_add_ps
-#define F_SUMS sums_avx512
 #define F_LARGEST _mm512_reduce_max_ps
-#define F_TO_I _mm512_cvtps_epi32
-#define F_POWER(i) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(127)), 23))
-#define F_OF_BFLOAT16(p) \
-    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
-#define F_OF_I _mm512_castsi512_ps
 #define F_WHERE_FINITE(x, y) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ), y)
-#define I_TO_F _mm512_cvtepi32_ps
-#define I_SET _mm512_set1_epi32
-#define I_LOAD(p) _mm512_loadu_si512(p)
-#define I_AND _mm512_and_si512
-#define I_SHIFT4(v) _mm512_srli_epi16(v, 4)
-#define I_SHIFT_UP16(v) _mm512_slli_epi32(v, 16)
 #define I_STORE_BYTES(p, i) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(i))
-#define DOT_BYTES _mm512_dpbusd_epi32
-#define DOT_NIBBLES _mm512_dpbusd_epi32
-#define ZERO_OF_BYTES 128
-#define TILE_BYTES 8
-#define TILE_NIBBLES 6
-#define TILE_NUMBERS 6
 
 #define NAME(name) name##_bfloat16
 #define TARGET __attribute__((target(AVX512 ",avx512bf16")))
 #define ONLY_HALVES 1
-#define TILE_WIDENED 6
 #define DOT_HALVES(sum, weights, x) _mm512_dpbf16_ps(sum, (__m512bh)(weights), (__m512bh)(x))
 #define F_STORE_HALVES(p, x) _mm256_storeu_si256((__m256i *)(p), (__m256i)_mm512_cvtneps_pbh(x))
 #include "native_wide.h"
 #undef NAME
 #undef TARGET
 #undef ONLY_HALVES
-#undef TILE_WIDENED
 
 #define NAME(name) name##_avx512
 #define TARGET __attribute__((target(AVX512)))
 #define ONLY_HALVES 0
-#define TILE_WIDENED 6
-#define HALVES_ALONE product_of_numbers_bfloat16
-#define HALVE halve_bfloat16
+#define HAS_VNNI 1
 #include "native.h"
+#undef TARGET
+#undef BITS
+#undef LOAD_HALF
+#undef F_ABS
+#undef F_SUM
+#undef F_LARGEST
+#undef F_WHERE_FINITE
+#undef I_STORE_BYTES
 
 #define AVX2 __attribute__((target("avx2,fma")))
 
@@ -462,14 +472,13 @@ INLINE AVX2 float sum_avx2(__m256 x) {
 }
 
 /* The sum of each of eight vectors. */
-INLINE AVX2 __m256 sums_avx2(const __m256 *x) {
+INLINE AVX2 __m256 sums_of_256(const __m256 *x) {
     __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
     __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
     return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-INLINE AVX2 float largest_avx2
-(__m256 x) {
+INLINE AVX2 float largest_avx2(__m256 x) {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
@@ -494,28 +503,37 @@ INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
 }
 
 /* GCC copies sums from register to register unless they are added up where they are. */
-#define DOT_VNNI(name, instructions, vector, operation)                                                 \
-    INLINE __attribute__((target(instructions))) vector name(vector sum, vector weights, vector x) {    \
-        __asm__(operation " %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));                            \
-        return sum;                                                                                     \
+#define DOT_VNNI(name, operation)                                              \
+    INLINE AVX2 __m256i name(__m256i sum, __m256i weights, __m256i x) {        \
+        __asm__(operation " %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));   \
+        return sum;                                                            \
     }
-DOT_VNNI(dot_vnni, "avx2,fma", __m256i, "%{vex%} vpdpbusd")
-DOT_VNNI(dot_vnni_of_avx512, "avx2,fma", __m256i, "%{evex%} vpdpbusd")
+DOT_VNNI(dot_bytes_vnni, "%{vex%} vpdpbusd")
+DOT_VNNI(dot_nibbles_vnni, "%{vex%} vpdpbusd")
+DOT_VNNI(dot_bytes_vnni_of_avx512, "%{evex%} vpdpbusd")
+DOT_VNNI(dot_nibbles_vnni_of_avx512, "%{evex%} vpdpbusd")
+
+#define BITS 256
+#define TARGET AVX2
+#define LOAD_HALF(p) _mm_loadu_si128((const __m128i *)(p))
+#define F_ABS(x) _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x)
+#define F_SUM sum_avx2
+#define F_LARGEST largest_avx2
+#define F_WHERE_FINITE(x, y) _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ))
+#define I_STORE_BYTES store_bytes_avx2
 
 #define NAME(name) name##_avx2
-#define TARGET AVX2
-#include "native_256.h"
+#define HAS_VNNI 0
+#include "native.h"
 
 #define NAME(name) name##_vnni
-#define TARGET AVX2
-#define DOT dot_vnni
-#include "native_256.h"
+#define HAS_VNNI 1
+#include "native.h"
 
 /* The same on processors that have these instructions as a part of AVX-512. */
 #define NAME(name) name##_vnni_of_avx512
-#define TARGET AVX2
-#define DOT dot_vnni_of_avx512
-#include "native_256.h"
+#define HAS_VNNI 1
+#include "native.h"
 
 static const Ways *WAYS[] = {NULL, &ways_avx2, &ways_vnni, &ways_avx512, &ways_avx512};
 

@@ -84,7 +84,7 @@ INLINE TARGET void NAME(tile_of_bytes)(
         for (int r = 0; r < count; r++) {
             VI given = I_SET(four_of(rows + (int64_t)r * x->padded + k));
 #pragma GCC unroll 4
-            for (int part = 0; part < NAME(PARTS); part++) sums[r][part] = DOT_BYTES(sums[r][part], weight[part], given);
+            for (int part = 0; part < NAME(PARTS); part++) sums[r][part] = MM(dpbusd_epi32)(sums[r][part], weight[part], given);
         }
     }
     VF found[TILE_BYTES][NAME(PARTS)];
@@ -131,7 +131,7 @@ INLINE TARGET void NAME(tile_of_nibbles)(
                 VI given = I_SET(four_of(rows + (int64_t)r * x->padded + group * GROUP + k));
 #pragma GCC unroll 4
                 for (int part = 0; part < NAME(PARTS); part++)
-                    sums[r][part] = DOT_NIBBLES(sums[r][part], weight[part], given);
+                    sums[r][part] = MM(dpbusd_epi32)(sums[r][part], weight[part], given);
             }
         }
 #pragma GCC unroll 4
@@ -203,7 +203,7 @@ INLINE TARGET void NAME(tile_of_bytes)(
             for (int r = 0; r < count; r++) {
                 VI given = I_SET(four_of(rows + (int64_t)r * x->padded + k));
 #pragma GCC unroll 4
-                for (int part = 0; part < parts; part++) sums[r][part] = DOT_BYTES(sums[r][part], weight[part], given);
+                for (int part = 0; part < parts; part++) sums[r][part] = NAME(dot_bytes)(sums[r][part], weight[part], given);
             }
         }
 #pragma GCC unroll 8
@@ -242,8 +242,8 @@ INLINE TARGET void NAME(tile_of_nibbles)(
 #pragma GCC unroll 8
                 for (int r = 0; r < count; r++) {
                     const VI given = I_SET(four_of(rows + (int64_t)r * x->padded + group * GROUP + k));
-                    sums[r][0] = DOT_NIBBLES(sums[r][0], low, given);
-                    sums[r][1] = DOT_NIBBLES(sums[r][1], high, given);
+                    sums[r][0] = NAME(dot_nibbles)(sums[r][0], low, given);
+                    sums[r][1] = NAME(dot_nibbles)(sums[r][1], high, given);
                 }
             }
 #pragma GCC unroll 2
@@ -254,7 +254,7 @@ INLINE TARGET void NAME(tile_of_nibbles)(
 #pragma GCC unroll 8
                 for (int r = 0; r < count; r++) {
                     VF total = F_SET((float)x->sums[(int64_t)(first + r) * groups + group]);
-                    VF sum = I_TO_F(SUM_OF_GROUP(sums[r][upper]));
+                    VF sum = I_TO_F(HAS_VNNI ? sums[r][upper] : MM(madd_epi16)(sums[r][upper], MM(set1_epi16)(1)));
                     found[r][part] = F_FMA(total, least, F_FMA(sum, scale, found[r][part]));
                 }
             }
@@ -814,52 +814,11 @@ TARGET static void NAME(recur)(const DeltaRule *rule, int piece) {
 }
 
 static const Ways NAME(ways) = {
-    .quantize = NAME(quantize), .products = {NAME(product), HALVES_ALONE, NAME(product_of_numbers)}, .halve = HALVE, .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
-    .rotate = NAME(rotate), .attend = NAME(attend_one), .join = NAME(join), .average = NAME(average), .softmax = NAME(softmax), .pack = NAME(pack), .unpack = UNPACK, .recur = NAME(recur),
+    .quantize = NAME(quantize), .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate), .rotate = NAME(rotate),
+    .products = {NAME(product), LANES == 16 ? product_of_numbers_bfloat16 : NULL, NAME(product_of_numbers)},
+    .halve = LANES == 16 ? halve_bfloat16 : NULL, .attend = NAME(attend_one), .join = NAME(join),
+    .average = NAME(average), .softmax = NAME(softmax), .pack = NAME(pack), .unpack = UNPACK, .recur = NAME(recur),
 };
 
-#undef LANES
-#undef UNPACK
-#undef UNPACKS_STEPS
 #undef NAME
-#undef TARGET
-#undef VF
-#undef VI
-#undef F_LOAD
-#undef F_STORE
-#undef F_SET
-#undef F_ADD
-#undef F_SUB
-#undef F_MUL
-#undef F_DIV
-#undef F_FMA
-#undef F_MAX
-#undef F_MIN
-#undef F_ABS
-#undef F_SUM
-#undef F_SUMS
-#undef F_LARGEST
-#undef F_TO_I
-#undef F_POWER
-#undef F_OF_BFLOAT16
-#undef F_OF_I
-#undef F_WHERE_FINITE
-#undef I_TO_F
-#undef I_SET
-#undef I_LOAD
-#undef I_AND
-#undef I_SHIFT4
-#undef I_SHIFT_UP16
-#undef I_STORE_BYTES
-#undef DOT_BYTES
-#undef DOT_NIBBLES
-#undef SUM_OF_GROUP
-#undef ZERO_OF_BYTES
-#undef I_STORE
-#undef TILE_BYTES
-#undef TILE_NIBBLES
-#undef TILE_NUMBERS
-#undef TILE_WIDENED
-#undef ONLY_HALVES
-#undef HALVES_ALONE
-#undef HALVE
+#undef HAS_VNNI
