@@ -1167,7 +1167,10 @@ typedef struct {
     char *keys, *values;                 /* [shared, blocks] */
 } PromptPanels;
 
-typedef struct {
+typedef struct Single Single;
+typedef void (*SingleStep)(const Single *, int piece);
+
+struct Single {
     const Matrix *matrix;
     const Packing *packing;
     const Pass *pass;
@@ -1179,9 +1182,11 @@ typedef struct {
     Given given;
     Parts parts; /* of attention */
     int rows, shares, is_bfloat16; /* x and out */
+    SingleStep step; /* where there is one stage */
+    int pieces;
     atomic_int joined[2];
     Stage stages[2];
-} Single;
+};
 
 /* A row of x in bfloat16, as products of numbers take it. */
 static void give_halves(const uint16_t *x, const Given *to, int row) {
@@ -1251,7 +1256,7 @@ static void unpack_panel(const Single *work, int number) {
 
 static void recur_head(const Single *work, int piece) { work->ways->recur(work->rule, piece); }
 
-static void take_singly(Single *work, int number, int pieces, void (*step)(const Single *, int)) {
+static void take_singly(Single *work, int number, int pieces, SingleStep step) {
     Stage *stage = &work->stages[number];
     const int own = atomic_fetch_add(&work->joined[number], 1);
     for (int piece; (piece = next_piece(stage, pieces, work->shares, own)) >= 0;) {
@@ -1267,25 +1272,9 @@ static void run_product(void *given) {
     take_singly(work, 1, panels_of(work->matrix), multiply_panel);
 }
 
-static void run_attention(void *given) {
+static void run_step(void *given) {
     Single *work = given;
-    take_singly(work, 0, pieces_of_attention(work->pass, &work->parts), attend_alone);
-}
-
-static void run_packing(void *given) {
-    Single *work = given;
-    const int width = work->packing->width;
-    take_singly(work, 0, (work->packing->rows + width - 1) / width, pack_panel);
-}
-
-static void run_unpacking(void *given) {
-    Single *work = given;
-    take_singly(work, 0, panels_of(work->matrix), unpack_panel);
-}
-
-static void run_rule(void *given) {
-    Single *work = given;
-    take_singly(work, 0, work->rule->batch * work->rule->heads, recur_head);
+    take_singly(work, 0, work->pieces, work->step);
 }
 
 static void share_with(Single *work, Parallel parallel, int threads, void (*each)(void *)) {
@@ -1325,14 +1314,15 @@ int specbench_product(
  * `logits`, the same, becomes what they find. Keys and values, of one layer, have what the rows bring already. */
 int specbench_attend(const Pass *pass) {
     if (pass->level < 1 || pass->level > specbench_level()) return 1;
-    Single work = {.pass = pass, .ways = WAYS[pass->level]};
+    Single work = {.pass = pass, .ways = WAYS[pass->level], .step = attend_alone};
     Arena arena = {0};
     some_parts(&arena, pass);
     char *memory = aligned_alloc(64, arena.used + 64);
     if (!memory) return 1;
     arena.next = memory;
     work.parts = some_parts(&arena, pass);
-    share_with(&work, pass->parallel, pass->threads, run_attention);
+    work.pieces = pieces_of_attention(pass, &work.parts);
+    share_with(&work, pass->parallel, pass->threads, run_step);
     free(memory);
     return 0;
 }
@@ -1512,23 +1502,24 @@ int specbench_prompt(const Prompt *prompt, Parallel parallel, int threads, int l
 /* Rows of a weight to panels, of which the last may be filled up with zeros. */
 int specbench_pack(const Packing *packing, Parallel parallel, int threads, int level) {
     if (level < 1 || level > specbench_level()) return 1;
-    Single work = {.packing = packing, .ways = WAYS[level]};
-    share_with(&work, parallel, threads, run_packing);
+    const int pieces = (packing->rows + packing->width - 1) / packing->width;
+    Single work = {.packing = packing, .ways = WAYS[level], .step = pack_panel, .pieces = pieces};
+    share_with(&work, parallel, threads, run_step);
     return 0;
 }
 
 /* All panels of a weight in 12 bits to bfloat16. */
 int specbench_unpack(const Matrix *matrix, void *out, Parallel parallel, int threads, int level) {
     if (level < 1 || level > specbench_level()) return 1;
-    Single work = {.matrix = matrix, .out = out, .ways = WAYS[level]};
-    share_with(&work, parallel, threads, run_unpacking);
+    Single work = {.matrix = matrix, .out = out, .ways = WAYS[level], .step = unpack_panel, .pieces = panels_of(matrix)};
+    share_with(&work, parallel, threads, run_step);
     return 0;
 }
 
 /* The recurrence of a short pass: 0, or 1 where sizes or instructions are not supported. */
 int specbench_delta_rule(const DeltaRule *rule, Parallel parallel, int threads, int level) {
     if (level < 1 || level > specbench_level() || rule->keys > MOST_SIZE) return 1;
-    Single work = {.rule = rule, .ways = WAYS[level]};
-    share_with(&work, parallel, threads, run_rule);
+    Single work = {.rule = rule, .ways = WAYS[level], .step = recur_head, .pieces = rule->batch * rule->heads};
+    share_with(&work, parallel, threads, run_step);
     return 0;
 }
