@@ -2,13 +2,11 @@
 
     python benchmarks/aa.py                                   # 20 sweeps, about half an hour on two cores
     python benchmarks/aa.py --load                            # again, while a process keeps a core busy
-    python benchmarks/aa.py --resume aa.jsonl --minutes 6     # in parts: repeat until done
 
 Each sweep decodes 8 new prompts × 32 tokens × 3 repeats with four configurations: plain decoding, X, X again under
 another id, and X with a pause that makes each step 10% longer. `Session` measures and `compare_runs` judges, as
 `specbench compare` does. Goals: the 95% interval of X against itself covers 1 in at least 17 of 20 sweeps, and the
-slowed X is called slower in at least 18. Prints one line of JSON at the end; exit code 1 if a goal is missed, 3 if
-sweeps are left.
+slowed X is called slower in at least 18. Prints one line of JSON at the end; exit code 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -16,17 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
-import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parts import Parts, busy_core
+import parts
 
 from specbench.base.errors import RunError
 from specbench.base.record import Estimate
@@ -55,18 +55,15 @@ if TYPE_CHECKING:
 
 PLAIN, X, ITSELF, SLOWED = "plain", "x", "itself", "slowed"
 COVERED, SLOWER = 17 / 20, 18 / 20
+PROMPTS, REPEATS, GAMMA, PAUSE = 8, 3, 2, 0.1
+"""Of a sweep: prompts, repeats, draft length, and the share of a step's time that is added."""
 
 
 class Slowed:
-    """A drafter that ends every step with a pause in proportion to the time the step has taken so far.
+    """A drafter that ends every step with a pause in proportion to the time the step has taken so far."""
 
-    Args:
-        drafter: Does the drafting.
-        share: Of the step's time: 0.1 makes it 10% longer.
-    """
-
-    def __init__(self, drafter: Drafter, share: float) -> None:
-        self.drafter, self.share = drafter, share
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
         self._began: float | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -81,7 +78,7 @@ class Slowed:
         if self._began is None:  # nothing was proposed: the target has read the prompt
             return
         now = time.perf_counter()
-        pause(now + self.share * (now - self._began))
+        pause(now + PAUSE * (now - self._began))
         self._began = None
 
 
@@ -108,21 +105,22 @@ class WithoutCosts:
 def make_sweep(number: int, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> Sweep:
     """Return the sweep of that number, with its own prompts, order and seed."""
     options = SweepOptions(
-        gammas=(arguments.gamma,),
+        gammas=(GAMMA,),
         decoding=DecodingOptions(max_new_tokens=arguments.tokens, ignore_eos=True),
-        repeats=arguments.repeats,
+        repeats=REPEATS,
         turns=1,
-        seed=arguments.seed + number,
+        seed=number,
     )
-    asked = random.Random(f"{arguments.seed}/{number}").sample(list(prompts), arguments.limit)
-    return Sweep(options, tuple(asked), tuple(_row(name, arguments) for name in (PLAIN, X, ITSELF, SLOWED)))
+    asked = random.Random(f"0/{number}").sample(list(prompts), PROMPTS)
+    rows = (_row(name, arguments.target) for name in (PLAIN, X, ITSELF, SLOWED))
+    return Sweep(options, tuple(asked), tuple(rows))
 
 
-def _row(name: str, arguments: argparse.Namespace) -> Row:
-    recipe = Recipe(parse_model(arguments.target))
+def _row(name: str, target: str) -> Row:
+    recipe = Recipe(parse_model(target))
     if name == PLAIN:
         return Row(recipe, Condition())
-    policy = parse_policy(f"fixed:gamma={arguments.gamma}")
+    policy = parse_policy(f"fixed:gamma={GAMMA}")
     drafter = _spec(SLOWED if name == SLOWED else X)
     return Row(replace(recipe, drafter=drafter, policy=policy), Condition(), LoadedName(name))
 
@@ -132,39 +130,21 @@ def _spec(name: str) -> DrafterSpec:
     return SmallModel(ModelSpec("hub", name))
 
 
-class TimeUpError(Exception):
-    """Raised when the time limit is reached."""
-
-
-def run_one(
-    sweep: Sweep,
-    engine: BenchEngine,
-    target: dict[str, Any],
-    folder: Path,
-    until: float = math.inf,
-) -> dict[str, Any]:
-    """Run one sweep, or the rest of it, and judge it.
+def run_one(sweep: Sweep, engine: BenchEngine, target: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run one sweep and judge it.
 
     Args:
         sweep: One with the configuration ``x``.
         engine: Knows what its configurations decode with.
         target: The field ``target`` of ``run.json``.
-        folder: Where its results go; what is there already is not measured again, but for what failed.
-        until: When to stop, on the clock of ``time.monotonic``; what is measured by then stays in the folder.
+        folder: Where its results go.
 
     Returns:
         For X again and X slowed: ``ratio, low, high, verdict``; the number of ``failed`` generations, and ``warnings``.
-
-    Raises:
-        TimeUpError: It has to stop.
     """
-    run = describe_run(sweep, target, {})
-    with RunStore.open(folder) if RunStore.exists(folder) else RunStore.create(folder, run) as store:
-        without_costs: Any = WithoutCosts(engine)
-        measuring = Session(sweep, store, without_costs)
-        for _ in measuring.run():
-            if time.monotonic() > until:
-                raise TimeUpError
+    without_costs: Any = WithoutCosts(engine)
+    with RunStore.create(folder, describe_run(sweep, target, {})) as store:
+        Session(sweep, store, without_costs).run_all()
     results = load_results(folder)
     part: dict[str, Any] = {"failed": int((results.generations["status"] == "failed").sum())}
     ids = {config.drafter: config.id for config in sweep.configs}
@@ -193,19 +173,19 @@ def _estimate(judged: Mapping[str, Any]) -> Estimate:
     return Estimate(judged["ratio"], judged["low"], judged["high"], 0, "prompts")
 
 
-def summary(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(sweeps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of all sweeps."""
-    slowed = [part[SLOWED] for part in parts]
-    itself = [part[ITSELF] for part in parts]
+    slowed = [part[SLOWED] for part in sweeps]
+    itself = [part[ITSELF] for part in sweeps]
     # One that is too wide to be given has no ends.
     widths = sorted(math.inf if each["low"] is None else each["high"] / each["low"] for each in itself)
     median = widths[len(widths) // 2] if widths else math.inf
     return {
-        "sweeps": len(parts),
+        "sweeps": len(sweeps),
         "covered": sum(each["low"] is None or each["low"] <= 1.0 <= each["high"] for each in itself),
         "mean_itself": _mean_ratio(itself),
         "median_width": round(median, 4) if math.isfinite(median) else None,
-        "failed_generations": sum(part["failed"] for part in parts),
+        "failed_generations": sum(part["failed"] for part in sweeps),
         "slower": sum(each["verdict"] == "slower" for each in slowed),
         "slowed_called_faster": sum(each["verdict"] == "faster" for each in slowed),
         "mean_slowed": _mean_ratio(slowed),
@@ -220,29 +200,34 @@ def _mean_ratio(judged: Sequence[Mapping[str, Any]]) -> float:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parts.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--drafter", default="lookup", help="X's; none makes X plain decoding itself")
-    parser.add_argument("--gamma", type=int, default=2, help="X's")
+    parser.add_argument("--drafter", default="lookup", help="X's")
     parser.add_argument("--sweeps", type=int, default=20)
-    parser.add_argument("--limit", type=int, default=8, help="prompts in a sweep")
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--slow", type=float, default=0.1, help="share of a step's time that is added")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--load", action="store_true", help="another process keeps one core busy")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from this file")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="time limit; --resume continues")
     return parser.parse_args(arguments)
+
+
+_BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100_000): pass"
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Keep one core busy with another process, which ends with this one in any case."""
+    child = subprocess.Popen([sys.executable, "-c", _BUSY, str(os.getpid())])
+    try:
+        yield
+    finally:
+        child.terminate()
+        child.wait()
 
 
 def load(arguments: argparse.Namespace) -> ModelEngine:
     """Load the models, with the drafters under the names of the configurations."""
     engine = load_engine(Recipe(parse_model(arguments.target)), (parse_drafter(arguments.drafter),))
     (loaded,) = engine.drafters
-    both = {X: loaded.drafter, SLOWED: Slowed(loaded.drafter, arguments.slow)}
+    both = {X: loaded.drafter, SLOWED: Slowed(loaded.drafter)}
     engine.drafters = tuple(LoadedDrafter(name, _spec(name), drafter) for name, drafter in both.items())
     return engine
 
@@ -250,53 +235,17 @@ def load(arguments: argparse.Namespace) -> ModelEngine:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     given = parse(arguments)
-    until = time.monotonic() + 60 * given.minutes
-    names = ("target", "drafter", "gamma", "limit", "tokens", "repeats", "slow", "seed", "load")
-    settings = {name: getattr(given, name) for name in names}
-    parts = Parts(given.resume, settings)
-    for number, part in enumerate(parts.done[: given.sweeps]):
-        print(line_of(number, part), flush=True)
-    if len(parts.done) < given.sweeps:
-        engine, prompts = load(given), load_prompts(["all"])
-        target = engine.describe_target(DecodingOptions())
-
-        def one(number: int, folder: Path) -> dict[str, Any]:
-            return run_one(make_sweep(number, prompts, given), engine, target, folder, until)
-
-        with busy_core(given.load):
-            run_all(given.sweeps, parts, one)
-    result = summary(parts.done[: given.sweeps])
-    complete = result["sweeps"] == given.sweeps
-    print(json.dumps({"benchmark": "aa", **settings, "complete": complete, **result}))
-    if not complete:
-        return 3
+    engine, prompts = load(given), load_prompts(["all"])
+    target, done = engine.describe_target(DecodingOptions()), list[dict[str, Any]]()
+    with busy_core() if given.load else nullcontext():
+        for number in range(given.sweeps):
+            with tempfile.TemporaryDirectory() as folder:
+                done.append(run_one(make_sweep(number, prompts, given), engine, target, Path(folder)))
+            print(line_of(number, done[-1]), flush=True)
+    result = summary(done)
+    print(json.dumps({"benchmark": "aa", **vars(given), **result}))
     good = result["covered"] >= COVERED * given.sweeps and result["slower"] >= SLOWER * given.sweeps
     return 0 if good else 1
-
-
-def run_all(sweeps: int, parts: Parts, one: Callable[[int, Path], dict[str, Any]]) -> None:
-    """Run the missing sweeps within the time limit.
-
-    Args:
-        sweeps: How many there are to be.
-        parts: Those that are done, and where the others go.
-        one: Runs the sweep of that number in that folder, and judges it; raises ``TimeUpError``.
-    """
-    with tempfile.TemporaryDirectory() as place:
-        for number in range(len(parts.done), sweeps):
-            # Beside the file of --resume, so that not even a sweep in progress is lost.
-            folder = Path(place) / str(number) if parts.path is None else Path(f"{parts.path}.{number + 1}")
-            began = time.monotonic()
-            try:
-                part = one(number, folder)
-            except TimeUpError:
-                print(f"{number + 1:3}  not finished: the time is over", flush=True)
-                return
-            parts.add(part)
-            shutil.rmtree(folder)
-            took = time.monotonic() - began
-            left = took * (sweeps - number - 1)
-            print(f"{line_of(number, part)}  [{took:.0f} s, {left / 60:.0f} min left]", flush=True)
 
 
 if __name__ == "__main__":

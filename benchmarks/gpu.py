@@ -33,7 +33,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import parts  # noqa: F401 - before torch
+import parts  # before torch
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -380,9 +380,7 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parts.parser(__doc__)
     parser.add_argument("--target", choices=[*TARGETS], nargs="+", default=[*TARGETS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=256)

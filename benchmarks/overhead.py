@@ -14,7 +14,6 @@ which must not matter; γ = 0 is plain decoding. Third table: a greedy step with
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -22,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import parts  # noqa: F401 - before torch
+import parts  # before torch
 import torch
 
 from specbench.decoding.loop import decode_steps
@@ -289,9 +288,7 @@ def measure_tree(rule: str, vocabulary: int, dtype: torch.dtype, seconds: float)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parts.parser(__doc__)
     parser.add_argument("--gammas", nargs="+", type=int, default=[0, 1, 2, 4, 8, 16])
     parser.add_argument("--vocabularies", nargs="+", type=int, default=[1000, 50_000, 262_144])
     parser.add_argument("--contexts", nargs="*", type=int, default=[100, 1000, 8000, 32_000])

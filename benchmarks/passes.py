@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, get_args
 
-import parts  # noqa: F401 - before torch
+import parts  # before torch
 import torch
 from torch import nn
 
@@ -126,9 +126,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parts.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cache", default="dynamic", choices=get_args(CacheKind)[:2])

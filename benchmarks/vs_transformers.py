@@ -2,7 +2,6 @@
 
     python benchmarks/vs_transformers.py --setting lookup@5 --setting self:int8@5         # the built-in model
     python benchmarks/vs_transformers.py --target FOLDER --assistant SMALL --setting SMALL@5 --setting self:int8@auto
-    python benchmarks/vs_transformers.py ... --resume vs.jsonl --minutes 6                # in parts
 
 For every prompt, in random order: `generate`; assisted generation with --assistant, with its defaults and with 5
 tokens in every step and no threshold; prompt lookup; specbench plain, with its defaults and with every --setting,
@@ -11,7 +10,7 @@ speeds are given too. Outputs are compared with those of `generate`: identical, 
 different. With --dtype int8 or int4 `generate` decodes the stored weights, and outputs are compared with specbench's
 plain ones. Ratios are geometric means over prompts with 95% intervals, over `generate` and the best assisted setting.
 Prints one line of JSON at the end; exit code 1 if an output (not of `transformers` with int8 and int4) differs beyond a
-tie, 3 if prompts are left.
+tie.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 from specbench.backends.torch.parity import find_difference
 from specbench.base.progress import quiet_transformers
 from specbench.bench.environment import describe_environment
-from specbench.bench.prompts import Prompt, load_prompts
+from specbench.bench.prompts import load_prompts
 from specbench.cli.options import DEFAULT_TARGET
 from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Sampling
@@ -222,12 +221,12 @@ def measure(
 
 def summary(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per way, in the order of loading."""
-    names = list(dict.fromkeys(name for part in done for name in part["names"]))
+    names = list(done[0]["names"])
     prompts, repeats = ([part[what] for part in done] for what in ("prompt", "repeat"))
 
     def speeds(name: str, tokens: str, seconds: str) -> list[float]:
-        rows = [part["rows"].get(name) for part in done]
-        return [row[tokens] / row[seconds] if row and row[seconds] > 0 else math.nan for row in rows]
+        rows = [part["rows"][name] for part in done]
+        return [row[tokens] / row[seconds] if row[seconds] > 0 else math.nan for row in rows]
 
     total = {name: speeds(name, "tokens", "seconds") for name in names}
     decode = {name: speeds(name, "decoded", "decode_s") for name in names}
@@ -242,7 +241,7 @@ def summary(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     assisted = fastest([name for name in names if name.startswith((ASSISTED, ASSISTED_5))])
     lines = []
     for name in names:
-        agreements = [part["rows"][name]["agreement"] for part in done if name in part["rows"]]
+        agreements = [part["rows"][name]["agreement"] for part in done]
         lines.append(
             {
                 "name": name,
@@ -274,9 +273,7 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parts.parser(__doc__)
     parser.add_argument("--target", default=DEFAULT_TARGET)
     parser.add_argument("--assistant", help="a small model, for assisted generation")
     parser.add_argument("--setting", action="append", default=[], metavar="DRAFTER@RULE",
@@ -287,9 +284,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=12, help="prompts, in turn from the categories")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0, help="of the order")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from this file")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="time limit; --resume continues")
     given = parser.parse_args(arguments)
     for setting in given.setting:
         drafter, _, rule = setting.rpartition("@")
@@ -303,79 +297,39 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     given = parse(arguments)
-    until = time.monotonic() + 60 * given.minutes
-    varying = ("repeats", "resume", "minutes")  # may differ between the parts of a measurement
-    # By name: a path is nobody else's business.
-    settings = {name: _without_folders(each) for name, each in vars(given).items() if name not in varying}
-    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    done, complete = decoded(given, parts.Parts(given.resume, settings), until)
-    if not done:
-        return 3
+    done = decode_all(given)
     lines = summary(done)
     show(lines)
-    print(
-        json.dumps(
-            {
-                "benchmark": "vs_transformers",
-                **settings,
-                "repeats": given.repeats,
-                "complete": complete,
-                "prompts_done": len({part["prompt"] for part in done}),
-                **versions,
-                "cpu": describe_environment().cpu,
-                "threads": torch.get_num_threads(),
-                "rows": [{key: plain(value) for key, value in line.items()} for line in lines],
-            }
-        )
-    )
-    ours = quantized(given.dtype) is not None
-    if any(line["differs"] for line in lines if line["name"].startswith(OURS) or not ours):
-        return 1
-    return 0 if complete else 3
+    result = {
+        "benchmark": "vs_transformers",
+        # By name: a path is nobody else's business.
+        **{name: _without_folders(value) for name, value in vars(given).items()},
+        **{name: metadata.version(name) for name in ("torch", "transformers")},
+        "cpu": describe_environment().cpu,
+        "threads": torch.get_num_threads(),
+        "rows": [{key: plain(value) for key, value in line.items()} for line in lines],
+    }
+    print(json.dumps(result))
+    exact = quantized(given.dtype) is None
+    return int(any(line["differs"] for line in lines if line["name"].startswith(OURS) or exact))
 
 
-def decoded(
-    given: argparse.Namespace, progress: parts.Parts, until: float
-) -> tuple[list[dict[str, Any]], bool]:
-    """Decode every prompt in every way within the time limit; return what was measured, and whether that is all."""
-    prompts = load_prompts(given.prompts, limit=given.limit)
-    jobs = [(prompt, repeat) for repeat in range(given.repeats) for prompt in prompts]
-    if len(progress.done) < len(jobs):
-        _run(given, progress, jobs, until)
-    done = progress.done[: len(jobs)]
-    return done, len(done) == len(jobs)
-
-
-def _run(
-    given: argparse.Namespace,
-    progress: parts.Parts,
-    jobs: Sequence[tuple[Prompt, int]],
-    until: float,
-) -> None:
-    """Run the missing jobs within the time limit."""
-    ways, target = load_ways(given)
+def decode_all(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Decode every prompt in every way; return a part for each prompt and repeat."""
+    prompts, (ways, target) = load_prompts(given.prompts, limit=given.limit), load_ways(given)
     assert target.tokenizer is not None
-    encoded = {p.id: encode_prompt(target.tokenizer, p.turns[0], system=p.system) for p, _ in jobs}
-    if time.monotonic() < until:
-        for way in ways.values():
-            with quiet_transformers():
-                way(next(iter(encoded.values())), WARMUP_TOKENS)
-    longest = 0.0
-    for number in range(len(progress.done), len(jobs)):
-        prompt, repeat = jobs[number]
-        began = time.monotonic()
-        if began + longest > until:
-            return
-        rows = measure(ways, target, encoded[prompt.id], given.tokens, f"{given.seed}/{prompt.id}/{repeat}")
-        progress.add({"prompt": prompt.id, "repeat": repeat, "names": list(ways), "rows": rows})
-        took = time.monotonic() - began
-        longest = max(longest, took)
-        speeds = ", ".join(f"{name} {rows[name]['tokens'] / rows[name]['seconds']:.1f}" for name in ways)
-        left = took * (len(jobs) - number - 1) / 60
-        print(
-            f"{number + 1:3} {prompt.id}: {speeds} tokens/s  [{took:.0f} s, {left:.0f} min left]",
-            flush=True,
-        )
+    encoded = {p.id: encode_prompt(target.tokenizer, p.turns[0], system=p.system) for p in prompts}
+    for way in ways.values():
+        with quiet_transformers():
+            way(next(iter(encoded.values())), WARMUP_TOKENS)
+    done = []
+    for repeat in range(given.repeats):
+        for name, prompt in encoded.items():
+            rows = measure(ways, target, prompt, given.tokens, f"0/{name}/{repeat}")
+            done.append({"prompt": name, "repeat": repeat, "names": list(ways), "rows": rows})
+            speeds = ", ".join(f"{way} {rows[way]['tokens'] / rows[way]['seconds']:.1f}" for way in ways)
+            print(f"{len(done):3} {name}: {speeds} tokens/s", flush=True)
+    return done
 
 
 def plain(value: Any) -> Any:

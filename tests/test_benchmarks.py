@@ -61,9 +61,6 @@ def test_every_side_of_the_gpu_benchmark_runs_on_a_cpu(target, compiled, tmp_pat
     assert set(found["ratios"][target]) >= {"best plain / best generate", f"{kinds[1]}, static cache / plain"}
 
 
-# --- Passes ---------------------------------------------------------------------------------------
-
-
 # --- A/A ------------------------------------------------------------------------------------------
 
 
@@ -85,8 +82,7 @@ class SlowedEngine(ScriptedEngine):
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.1, "slower"), (0.0, "cannot tell"), (-0.1, "faster")])
 def test_a_slowed_configuration_is_found_and_itself_is_not(tmp_path, share, verdict):
-    given = aa.parse(["--tokens", "9"])
-    sweep = aa.make_sweep(0, load_prompts(["all"]), given)
+    sweep = aa.make_sweep(0, load_prompts(["all"]), aa.parse(["--tokens", "9"]))
     judged = aa.run_one(sweep, SlowedEngine(share), TARGET, tmp_path)
     assert judged["itself"]["low"] < 1.0 < judged["itself"]["high"]
     assert judged["slowed"]["verdict"] == verdict
@@ -104,8 +100,8 @@ def test_a_slowed_configuration_is_found_and_itself_is_not(tmp_path, share, verd
 
 
 def test_overhead_measures_steps_that_accept_what_they_should(capsys):
-    arguments = ["--gammas", "0", "2", "--vocabularies", "300", "--contexts", "20", "60", "--seconds", "0.02"]
-    assert overhead.main(arguments) == 0
+    arguments = "--gammas 0 2 --vocabularies 300 --contexts 20 60 --seconds 0.02"
+    assert overhead.main(arguments.split()) == 0
     result = last_json(capsys)
     lines = {(line["mode"], line["gamma"]): line for line in result["steps"]}
     assert set(lines) == {(mode, gamma) for mode in ("greedy", "sampling") for gamma in (0, 2)}
@@ -123,16 +119,11 @@ def test_overhead_measures_steps_that_accept_what_they_should(capsys):
 # --- Against transformers --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def compared(models, tmp_path) -> list[str]:
+def test_all_ways_give_the_same_tokens_and_ratios_to_generate(models, capsys):
     target, small = str(models / "target"), str(models / "small")
-    return ["--target", target, "--assistant", small, "--dtype", "float32", "--limit", "2", "--tokens", "8",
-           "--drafter-dtype", "float32", "--setting", f"{small}@3", "--setting", "lookup@heuristic",
-           "--resume", str(tmp_path / "vs.jsonl")]  # fmt: skip
-
-
-def test_all_ways_give_the_same_tokens_and_ratios_to_generate(compared, capsys, monkeypatch):
-    assert vs_transformers.main(compared) == 0
+    words = ["--target", target, "--assistant", small, "--dtype", "float32", "--limit", "2", "--tokens", "8",
+             "--drafter-dtype", "float32", "--setting", f"{small}@3", "--setting", "lookup@heuristic"]  # fmt: skip
+    assert vs_transformers.main(words) == 0
     result = last_json(capsys)
     rows = {row["name"]: row for row in result["rows"]}
     assert set(rows) == {
@@ -141,14 +132,7 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(compared, capsys, 
     }  # fmt: skip
     assert all((row["identical"], row["tie"], row["differs"]) == (2, 0, 0) for row in rows.values())
     assert rows["generate"]["over_generate"] == [1.0, None, None], "two prompts are too few"
-    best = max(rows["assisted, defaults"]["over_generate"][0],
-               rows["assisted, 5 and no threshold"]["over_generate"][0])  # fmt: skip
+    best = max(rows[f"assisted, {way}"]["over_generate"][0] for way in ("defaults", "5 and no threshold"))
     plain = rows["specbench plain"]
     assert plain["over_best_assisted"][0] == pytest.approx(plain["over_generate"][0] / best, rel=0.01)
     assert "/" not in "".join([result["target"], result["assistant"], *result["setting"]])
-
-    monkeypatch.setattr(
-        vs_transformers, "load_ways", lambda *_: pytest.fail("everything is measured already")
-    )
-    assert vs_transformers.main(compared) == 0
-    assert last_json(capsys) == result
