@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tiny import tiny_language_model, tiny_llama
 
 from specbench import load_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.clocks import peak_memory
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Sampling
@@ -43,8 +45,15 @@ def target_on(device: str, cache: CacheKind = "dynamic") -> Target:
     return wrap_target(few_tokens().to(device), cache=cache, pack=False)
 
 
-def model_on(device: str, cache: CacheKind = "dynamic") -> ModelDrafter:
-    return ModelDrafter(Scorer(tiny_llama(vocab_size=9, layers=1, seed=2).to(device), cache), "model")
+def drafter_on(device: str, name: str, target: Target, folder: Path, cache: CacheKind = "dynamic") -> Drafter:
+    """A smaller model, perhaps behind lookup, a head, or a drafter without weights of its own."""
+    if name in HEADS:
+        return few_head(folder / name, name, target)
+    if not name.endswith("model"):
+        return load_drafter(name, target)
+    scorer = Scorer(tiny_llama(vocab_size=9, layers=1, seed=2).to(device), cache)
+    model = ModelDrafter(scorer, "model")
+    return CascadeDrafter(LookupDrafter(), model) if "+" in name else model
 
 
 def alone(
@@ -59,57 +68,37 @@ def alone(
     return run.result()
 
 
-def assert_the_cpus(target: Target, drafter: Drafter, rule: str) -> None:
-    """Outputs with this drafter are those of plain decoding on the CPU, and some drafts were accepted."""
-    accepted, cpu = 0, target_on("cpu")
-    for prompt in ASKED:
-        found = alone(prompt, target, drafter, rule)
-        assert found.token_ids == alone(prompt, cpu).token_ids
-        accepted += sum(step.accepted for step in found.steps)
-    assert accepted > 0
-
-
 @pytest.fixture(autouse=True)
 def generator_as_before() -> Iterator[None]:
     with torch.random.fork_rng():
         yield
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static", "compiled"])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_models_drafts_leave_the_output_as_it_is(cache, rule):
-    target = target_on(DEVICE, cache)
-    assert_the_cpus(target, model_on(DEVICE, cache), rule)
-    assert_the_cpus(target, CascadeDrafter(LookupDrafter(), model_on(DEVICE, cache)), rule)
-
-
-@pytest.mark.parametrize("rule", TREES)
-def test_trees_leave_the_output_as_it_is(rule):
-    assert_the_cpus(target_on(DEVICE), model_on(DEVICE), rule)
-
-
 @pytest.mark.parametrize(
-    ("spec", "rule"),
-    [(spec, rule) for spec in SPECS for rule in RULES[:2] if "|" not in spec or rule.startswith("fixed")],
+    ("drafter", "rule", "cache"),
+    [
+        *product(("model", "lookup+model"), RULES, ("dynamic", "preallocated", "static", "compiled")),
+        *product(("model",), TREES, ("dynamic",)),
+        *product((*SPECS[:-1], *HEADS), RULES[:2], ("dynamic",)),
+        (SPECS[-1], RULES[0], "dynamic"),
+    ],
 )
-def test_drafts_of_other_drafters_leave_the_output_as_it_is(spec, rule):
-    target = target_on(DEVICE)
-    assert_the_cpus(target, load_drafter(spec, target), rule)
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_drafts_of_heads_leave_the_output_as_it_is(tmp_path, kind):
-    target = target_on(DEVICE)
-    head = few_head(tmp_path / kind, kind, target)
-    for rule in ("fixed:gamma=3", "auto"):
-        assert_the_cpus(target, head, rule)
+def test_drafts_leave_the_output_as_it_is(drafter, rule, cache, tmp_path):
+    """Outputs are those of plain decoding on the CPU, and some drafts were accepted."""
+    target, cpu, accepted = target_on(DEVICE, cache), target_on("cpu"), 0
+    made = drafter_on(DEVICE, drafter, target, tmp_path, cache)
+    for prompt in ASKED:
+        found = alone(prompt, target, made, rule)
+        assert found.token_ids == alone(prompt, cpu).token_ids
+        accepted += sum(step.accepted for step in found.steps)
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("page", [None, 16])
 def test_requests_of_a_batch_have_the_outputs_they_have_alone(tmp_path: Path, page: int | None):
     target, cpu = target_on(DEVICE), target_on("cpu")
-    drafters = [None, model_on(DEVICE), *(load_drafter(spec, target) for spec in SPECS[:-1])]
-    drafters += [few_head(tmp_path / kind, kind, target) for kind in HEADS]
+    names = ("model", *SPECS[:-1], *HEADS)
+    drafters = [None, *(drafter_on(DEVICE, name, target, tmp_path) for name in names)]
     runs = []
     for number, prompt in enumerate(prompts()):
         drafter = drafters[number % len(drafters)]
@@ -124,19 +113,17 @@ def test_requests_of_a_batch_have_the_outputs_they_have_alone(tmp_path: Path, pa
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_seed_gives_the_tokens_of_the_cpu(sampling):
+def test_a_seed_gives_the_tokens_of_the_cpu(sampling, tmp_path):
+    sides = [(target := target_on(at), drafter_on(at, "model", target, tmp_path)) for at in (DEVICE, "cpu")]
     for prompt in ASKED:
-        found, expected = (
-            alone(prompt, target_on(device), model_on(device), sampling=sampling).token_ids
-            for device in (DEVICE, "cpu")
-        )
+        found, expected = (alone(prompt, *side, sampling=sampling).token_ids for side in sides)
         assert found == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_decodes_in_half_precision(dtype):
+def test_it_decodes_in_half_precision(dtype, tmp_path):
     target = wrap_target(few_tokens().to(DEVICE, dtype), pack=False)
-    found = alone(ASKED[1], target, model_on(DEVICE))
+    found = alone(ASKED[1], target, drafter_on(DEVICE, "model", target, tmp_path))
     assert len(found.token_ids) == NEW
     assert all(step.times.verify_s > 0 for step in found.steps)
 
@@ -156,8 +143,6 @@ def test_commands_run_on_it(models, cli, tmp_path):
 
 
 def test_peak_memory_is_the_devices():
-    from specbench.decoding.clocks import peak_memory
-
     language_model = tiny_language_model()
     held = sum(each.nbytes for each in language_model.model.to(DEVICE).parameters())
     assert peak_memory(DEVICE) >= held
