@@ -13,10 +13,13 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,98 +53,84 @@ READS_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "
 Node = TypeVar("Node", bound=ast.AST)
 
 
+@cache
+def all_nodes() -> list[tuple[str, ast.AST]]:
+    """The package's syntax, with the names of its files."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    return [(path.name, node) for path, tree in trees.items() for node in ast.walk(tree)]
+
+
 def nodes(kind: type[Node]) -> list[tuple[str, Node]]:
-    """Every call, say, in the package, with its file's name."""
-    return [
-        (path.name, node)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, kind)
-    ]
+    return [(name, node) for name, node in all_nodes() if isinstance(node, kind)]
 
 
 def test_the_package_has_no_means_to_run_what_it_reads():
+    """What could run a model's code is told not to; calls that take their arguments from a dict get the word there."""
+    loading = 0
     for file, call in nodes(ast.Call):
-        called = ast.unparse(call.func)
+        called, words = ast.unparse(call.func), {keyword.arg: keyword.value for keyword in call.keywords}
         assert called.removeprefix("builtins.") not in RUNS_CODE, f"{file}: {called}"
         assert called not in ("numpy.load", "np.load"), f"{file}: {called}"
         assert called != "torch.load", file
-        for keyword in call.keywords:
-            if keyword.arg in ("shell", "trust_remote_code", "allow_dangerous_deserialization"):
-                assert ast.unparse(keyword.value) == "False", f"{file}: {ast.unparse(call)}"
+        for word in words.keys() & {"shell", "trust_remote_code", "allow_dangerous_deserialization"}:
+            assert ast.unparse(words[word]) == "False", f"{file}: {ast.unparse(call)}"
+        if called.endswith("from_pretrained") and "Gguf" not in called:
+            told = "trust_remote_code" in words or (None in words and file == "gguf.py")
+            assert told, f"{file}: {ast.unparse(call)}"
+            loading += 1
+    assert loading >= 4
     for file, node in [*nodes(ast.Import), *nodes(ast.ImportFrom)]:
         names = [str(getattr(node, "module", "")), *(each.name for each in node.names)]
         if ast.unparse(node) != "import yaml":  # which has a reader of plain data too: see below
             assert not {name.split(".")[0] for name in names} & READS_CODE, file
     for file, attribute in nodes(ast.Attribute):
         if ast.unparse(attribute.value) == "yaml":
-            assert attribute.attr in ("safe_load", "safe_dump", "YAMLError"), (
-                f"{file}: {ast.unparse(attribute)}"
-            )
+            assert attribute.attr in ("safe_load", "safe_dump", "YAMLError"), f"{file}: {attribute.attr}"
     for file, literal in nodes(ast.Dict):
         for key, value in zip(literal.keys, literal.values, strict=True):
             if isinstance(key, ast.Constant) and key.value == "trust_remote_code":
                 assert ast.unparse(value) == "False", file
 
 
-def test_everything_that_could_run_a_models_code_is_told_not_to():
-    """Calls that take their arguments from a dict get the word in there."""
-    loading = [
-        (file, call)
-        for file, call in nodes(ast.Call)
-        if ast.unparse(call.func).endswith("from_pretrained") and "Gguf" not in ast.unparse(call.func)
-    ]
-    assert len(loading) >= 4
-    for file, call in loading:
-        told = any(keyword.arg == "trust_remote_code" for keyword in call.keywords)
-        spread = any(keyword.arg is None for keyword in call.keywords)
-        assert told or (spread and file == "gguf.py"), f"{file}: {ast.unparse(call)}"
-
-
-@pytest.mark.parametrize(
-    "settings_of",
-    [
-        {"attn_implementation": "org/kernel"},
-        {"_attn_implementation": "kernels-community/flash-attn2"},
-        {"attn_implementation": {"": "org/kernel"}},
-        {"attn_implementation": "paged|eager"},
-        {"attn_implementation": "flash_attention_2"},
-        {"experts_implementation": "org/kernel"},
-        {"attribute_map": {"theirs": "_attn_implementation_internal"}, "theirs": "org/kernel"},
-        {"attribute_map": {"_attn_implementation_internal": "theirs"}, "theirs": "org/kernel"},
-        {"configuration_files": ["config.4.0.0.json"]},
-        {"fusion_config": {"patch_embeddings": True}},
-    ],
-    ids=str,
+OF_CODE: tuple[dict[str, Any], ...] = (
+    {"attn_implementation": "org/kernel"},
+    {"_attn_implementation": "kernels-community/flash-attn2"},
+    {"attn_implementation": {"": "org/kernel"}},
+    {"attn_implementation": "paged|eager"},
+    {"attn_implementation": "flash_attention_2"},
+    {"experts_implementation": "org/kernel"},
+    {"attribute_map": {"theirs": "_attn_implementation_internal"}, "theirs": "org/kernel"},
+    {"attribute_map": {"_attn_implementation_internal": "theirs"}, "theirs": "org/kernel"},
+    {"configuration_files": ["config.4.0.0.json"]},
+    {"fusion_config": {"patch_embeddings": True}},
 )
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_model_does_not_choose_the_code_it_is_computed_by(tmp_path, settings_of, nested, monkeypatch):
+
+
+@pytest.mark.parametrize("nested", [False, True])  # a configuration within a configuration
+def test_a_model_does_not_choose_the_code_it_is_computed_by(tmp_path, nested, monkeypatch):
     """Kernels are code, which `transformers` fetches from the hub by the names that a configuration gives."""
     from transformers.integrations import hub_kernels
 
-    def fetch(*_: object, **__: object) -> None:
-        raise AssertionError("a kernel is fetched")
-
-    monkeypatch.setattr(hub_kernels, "get_kernel", fetch)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: pytest.fail("a kernel is fetched"))
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
     monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda: True)
-    folder = tmp_path / "model"
-    if nested:  # a configuration within a configuration
-        whole_model("gemma3").save_pretrained(folder)
+    if nested:
+        whole_model("gemma3").save_pretrained(tmp_path)
     else:
-        save_tiny(folder)
-    ordinary = load_model(str(folder), CPU, tokenizer=False)
-    file = folder / "config.json"
-    raw = json.loads(file.read_text())
-    for part in [raw, raw["text_config"], raw["vision_config"]] if nested else [raw]:
-        part |= settings_of
-    file.write_text(json.dumps(raw))
-    (folder / "config.4.0.0.json").write_text(json.dumps(raw | {"attn_implementation": "org/kernel"}))
-    loaded = load_model(str(folder), CPU, tokenizer=False)
-    for module, same in zip(loaded.model.modules(), ordinary.model.modules(), strict=True):
-        if (config := getattr(module, "config", None)) is not None:
-            assert config._attn_implementation == same.config._attn_implementation
-            assert config._experts_implementation == same.config._experts_implementation
+        save_tiny(tmp_path)
+    ordinary = load_model(str(tmp_path), CPU, tokenizer=False)
+    content = (tmp_path / "config.json").read_text()
+    for settings_of in OF_CODE:
+        raw = json.loads(content)
+        for part in [raw, raw["text_config"], raw["vision_config"]] if nested else [raw]:
+            part |= settings_of
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        (tmp_path / "config.4.0.0.json").write_text(json.dumps(raw | {"attn_implementation": "org/kernel"}))
+        loaded = load_model(str(tmp_path), CPU, tokenizer=False)
+        for module, same in zip(loaded.model.modules(), ordinary.model.modules(), strict=True):
+            if (config := getattr(module, "config", None)) is not None:
+                assert config._attn_implementation == same.config._attn_implementation, settings_of
+                assert config._experts_implementation == same.config._experts_implementation, settings_of
 
 
 @pytest.mark.parametrize(
@@ -214,13 +203,8 @@ def test_a_tokenizer_names_no_files_outside_its_folder(tmp_path):
 
 # -- paths -----------------------------------------------------------------------------------------
 
-PARTS = st.lists(
-    st.sampled_from(
-        ["..", ".", "a", "", "/", "\\", "C:", "~", "model.safetensors", "\0", "..\\..", "//", "...", " "]
-    ),
-    min_size=1,
-    max_size=6,
-)
+PART = st.sampled_from(["..", ".", "a", "", "/", "\\", "C:", "~", "a.b", "\0", "..\\..", "//", "...", " "])
+PARTS = st.lists(PART, min_size=1, max_size=6)
 
 
 @settings(max_examples=500)
@@ -335,36 +319,25 @@ def edits(draw: st.DrawFn) -> Callable[[bytes], bytes]:
     return edit
 
 
-@pytest.fixture(scope="module")
-def readable(tmp_path_factory) -> dict[str, tuple[bytes, Callable[[Path], Any]]]:
-    """Files of every kind that is read, and how."""
-    folder = tmp_path_factory.mktemp("files")
-    gguf = write_gguf(folder / "tiny.gguf").read_bytes()
-    tiny_llama().save_pretrained(folder / "model")
+def test_a_damaged_file_is_read_or_refused_in_a_sentence(tmp_path):
+    """Files of every kind that is read. The interesting part is at the beginning, where the headers are."""
+    tiny_llama().save_pretrained(tmp_path / "model")
     index = json.dumps({"metadata": {"total_size": 1}, "weight_map": {"a": "b.safetensors"}}).encode()
     prompt = json.dumps({"id": "a", "category": "c", "turns": ["t"], "system": "s"}).encode() + b"\n"
-    return {
-        "model.gguf": (gguf, read_gguf_header),
-        "model.safetensors": ((folder / "model" / "model.safetensors").read_bytes(), read_header),
+    kinds: dict[str, tuple[bytes, Callable[[Path], Any]]] = {
+        "model.gguf": (write_gguf(tmp_path / "tiny.gguf").read_bytes(), read_gguf_header),
+        "model.safetensors": ((tmp_path / "model" / "model.safetensors").read_bytes(), read_header),
         "index.json": (index, lambda path: shard_names(path, "mine")),
         "prompts.jsonl": (prompt, lambda path: load_prompts([path])),
         "trace.jsonl": (b'{"event": "header", "version": 1}\n', lambda path: list(read_trace(path))),
     }
 
-
-@pytest.mark.parametrize(
-    "name", ["model.gguf", "model.safetensors", "index.json", "prompts.jsonl", "trace.jsonl"]
-)
-def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, readable, tmp_path):
-    content, read = readable[name]
-    path = tmp_path / name
-
-    @settings(max_examples=150, deadline=None)
-    @given(edits())
-    def check(edit: Callable[[bytes], bytes]) -> None:
-        # The interesting part is at the beginning, where the headers are.
-        head = content[:4000]
-        path.write_bytes(edit(head) + content[4000:])
+    @settings(max_examples=150 * len(kinds), deadline=None)
+    @given(st.sampled_from(sorted(kinds)), edits())
+    def check(name: str, edit: Callable[[bytes], bytes]) -> None:
+        content, read = kinds[name]
+        path = tmp_path / name
+        path.write_bytes(edit(content[:4000]) + content[4000:])
         message = ""
         try:
             read(path)
@@ -406,54 +379,41 @@ def test_evil_names_come_out_as_what_they_are(tmp_path, monkeypatch, cli):
     (tmp_path / "evil.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
     options = "--dtype float32 --device cpu --prompts ./evil.jsonl -n 6 --gamma 2 --repeats 2"
     options += " --drafter lookup --ignore-eos --out run"
-    said = cli("sweep", "--target", f"./{EVIL}", *options.split())
-    assert said.code == 0, said.err
-    assert not UNSEEN.search(said.out.replace("\n", ""))
-    assert not UNSEEN.search(said.err.replace("\n", "").replace("\r", ""))
-    folder = tmp_path / "run"
+    folder, swept = tmp_path / "run", cli("sweep", "--target", f"./{EVIL}", *options.split())
+    assert swept.code == 0, swept.err
     frame = load_results(folder)
     assert set(frame.generations["prompt"]) == {f"@{EVIL}"}
     assert set(frame.generations["target"]) == {EVIL}
 
     reported, compared = cli("report", "run"), cli("compare", "run:lookup@2", "run:plain")
     assert (reported.code, compared.code) in ((0, 0), (0, 1))
-    for said in (reported, compared):
-        assert not UNSEEN.search((said.out + said.err).replace("\n", ""))
-
-    (page,) = folder.rglob("*.html")
-    text = page.read_text(encoding="utf-8")
-    tags = Tags(text)
-    assert "alert(1)" in text, "the name is not on the page: the test shows nothing"
+    (page,) = (file.read_text(encoding="utf-8") for file in folder.rglob("*.html"))
+    tags = Tags(page)
+    assert "alert(1)" in page, "the name is not on the page: the test shows nothing"
     assert tags.tags.count("script") <= 1
     assert "blink" not in tags.tags
     assert not [name for name in tags.attributes if name.startswith("on")]
-    assert not UNSEEN.search(text.replace("\n", ""))
-    for file in folder.rglob("*.md"):
-        markdown = file.read_text(encoding="utf-8")
-        assert "<script" not in markdown
-        assert not UNSEEN.search(markdown.replace("\n", ""))
+    pages = [file.read_text(encoding="utf-8") for file in folder.rglob("*.md")]
+    assert not any("<script" in markdown for markdown in pages)
+    said = [
+        text for result in (swept, reported, compared) for text in (result.out, result.err.replace("\r", ""))
+    ]
+    assert not any(UNSEEN.search(text.replace("\n", "")) for text in (*said, page, *pages))
     with (folder / "summary.csv").open(encoding="utf-8", newline="") as file:
         cells = [cell for row in csv.reader(file) for cell in row]
     assert cells
     assert not [cell for cell in cells if re.match("[=+@\t\r]|-(?![0-9.])", cell)]
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.text(st.sampled_from("=+-@\t\r\n;,|'\" ax1＝＠－"))
-        | st.sampled_from(["=1+1", "x;=1", "a\n@b", " =1"]),
-        min_size=1,
-        max_size=4,
-    ),
-    st.sampled_from(",;\t|"),
+CELLS = st.text(st.sampled_from("=+-@\t\r\n;,|'\" ax1＝＠－")) | st.sampled_from(
+    ["=1+1", "x;=1", "a\n@b", " =1"]
 )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(CELLS, min_size=1, max_size=4), st.sampled_from(",;\t|"))
 def test_no_cell_of_a_csv_file_begins_a_formula_however_it_is_cut(texts, separator):
     """Spreadsheets of some languages cut at semicolons, and some people paste."""
-    import tempfile
-
-    import pandas as pd
-
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "summary.csv"
         write_csv(pd.DataFrame({"name": texts, "value": [-1.5] * len(texts)}), path)
