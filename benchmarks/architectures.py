@@ -24,7 +24,7 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -270,20 +270,34 @@ def examine(config_class: Any, model_class: Any) -> tuple[str, str]:
     except Exception as error:
         return "not tried", f"the random model does not run: {first_line(error)}"
     ids = Random(1).choices(range(3, VOCABULARY), k=PROMPT)
-    attention, kinds, notes = model.config._attn_implementation, [], []
-    for cache in CACHES:
+    kinds, notes = caches_of(config)
+    facts = [f"{model.config._attn_implementation} attention", *notes]
+    return verdict(
+        lambda: [*cause(model, ids), *cached(model, ids, kinds), *greedy(model, ids, kinds)], facts
+    )
+
+
+def caches_of(config: Any) -> tuple[list[CacheKind], list[str]]:
+    """Return the kinds of cache that a model can have, and why it cannot have the others."""
+    kinds, notes = list[CacheKind](), []
+    for kind in CACHES:
         try:
-            make_cache(cache, config)
-            kinds.append(cache)
+            make_cache(kind, config)
+            kinds.append(kind)
         except SpecbenchError as error:
             notes.append(error.message)
+    return kinds, notes
+
+
+def verdict(checks: Callable[[], list[str]], facts: Sequence[str]) -> tuple[str, str]:
+    """Return the verdict on a model, and what the checks say against it, or facts of it if they say nothing."""
     try:
-        said = [*cause(model, ids), *cached(model, ids, kinds), *greedy(model, ids, kinds)]
+        said = checks()
     except SpecbenchError as error:
         return "refused", error.message
     except Exception as error:
         return "wrong", first_line(error)
-    return ("wrong", "; ".join(said)) if said else ("lossless", "; ".join([f"{attention} attention", *notes]))
+    return ("wrong", "; ".join(said)) if said else ("lossless", "; ".join(facts))
 
 
 def examine_composite(config_class: Any, whole_class: Any) -> tuple[str, str]:
@@ -321,29 +335,18 @@ def examine_composite(config_class: Any, whole_class: Any) -> tuple[str, str]:
                 return "not tried", f"the random model does not run: {first_line(error)}"
         target, sibling = loaded
         read = sum(tensor.numel() for tensor in target.model.state_dict().values())
-        kinds, notes = (
-            [],
-            [PARTS[isinstance(target.model, whole_class)] if isinstance(own, whole_class) else NEEDS],
-        )
+        fact = PARTS[isinstance(target.model, whole_class)] if isinstance(own, whole_class) else NEEDS
         if target.files is not None and target.files.numbers != read:
             return "wrong", f"{target.files.numbers} weights are counted, and {read} loaded"
-        for cache in CACHES:
-            try:
-                make_cache(cache, target.model.config)
-                kinds.append(cache)
-            except SpecbenchError as error:
-                notes.append(error.message)
-        try:
-            said = [
+        kinds, notes = caches_of(target.model.config)
+        return verdict(
+            lambda: [
                 *cause(target.model, ids),
                 *([] if bounds_prompts(target.model.config) else cached(target.model, ids, kinds)),
                 *greedy(target.model, ids, kinds, expected, sibling),
-            ]
-        except SpecbenchError as error:
-            return "refused", error.message
-        except Exception as error:
-            return "wrong", first_line(error)
-    return ("wrong", "; ".join(said)) if said else ("lossless", "; ".join(notes))
+            ],
+            [fact, *notes],
+        )
 
 
 def generating(whole: Any, ids: list[int]) -> Any:
@@ -436,6 +439,7 @@ def greedy(
     sibling: LanguageModel | None = None,
 ) -> list[str]:
     expected = [*expected] or generated(model, ids)
+    """Return which combinations of packing, cache and drafter do not give the tokens of `generate`."""
     said = []
     for packed in (False, True) if sibling is None else (True,):
         for kind in kinds:
@@ -446,7 +450,8 @@ def greedy(
                 ("guesses", 5),
                 ("self:layers=1", 3),
                 ("self:int8", 4),
-                *([("lookup", 3), ("sibling", 2)] if sibling else []),
+                ("lookup", 3),
+                *([("sibling", 2)] if sibling else []),
             ):
                 drafter: Any
                 if word == "guesses":
@@ -488,10 +493,10 @@ def write_table(found: Mapping[str, tuple[str, str]]) -> None:
     """Write what was found of models that also see or hear into docs/models.md."""
     groups: dict[str, list[str]] = {each: [] for each in (*PARTS, NEEDS, "not tried here", "wrong")}
     refused: dict[str, list[str]] = {}
-    for kind, (verdict, reason) in sorted(found.items()):
-        name = reason.partition("; ")[0] if verdict == "lossless" else verdict.replace("tried", "tried here")
+    for kind, (result, reason) in sorted(found.items()):
+        name = reason.partition("; ")[0] if result == "lossless" else result.replace("tried", "tried here")
         place = groups
-        if verdict == "refused":
+        if result == "refused":
             _, other, why = reason.rstrip(".").partition(" cannot be decoded speculatively: ")
             place, name = refused, why if other else f"it {reason.rstrip('.').partition(') ')[2]}"
         place.setdefault(name, []).append(f"`{kind}`")
@@ -517,7 +522,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     found: dict[str, tuple[str, str]] = {}
     if seen is not None and seen.exists():
-        found = {kind: (verdict, reason) for kind, verdict, reason in map(json.loads, seen.open())}
+        found = {kind: (result, reason) for kind, result, reason in map(json.loads, seen.open())}
     for mapping, look in (
         (MODEL_FOR_MULTIMODAL_LM_MAPPING, examine_composite),
         (MODEL_FOR_CAUSAL_LM_MAPPING, examine),
@@ -533,7 +538,7 @@ def main() -> int:
     composites = [config.model_type for config in MODEL_FOR_MULTIMODAL_LM_MAPPING]
     if found.keys() >= {*composites}:
         write_table({kind: found[kind] for kind in composites})
-    counts = Counter(verdict for verdict, _ in found.values())
+    counts = Counter(result for result, _ in found.values())
     print(json.dumps({"transformers": transformers.__version__, **counts}))
     return int(counts["wrong"] > 0)
 

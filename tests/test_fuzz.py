@@ -16,7 +16,7 @@ CASE = 2
     ("seed", "cases", "more"),
     [
         (0, 12, ()),
-        (10, 6, ("--models", "composite")),
+        (16, 3, ("--models", "composite")),
         pytest.param(1000, 200, (), marks=pytest.mark.slow, id="many"),
     ],
 )
