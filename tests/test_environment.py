@@ -48,17 +48,17 @@ def test_the_environment_names_nobody_and_no_place():
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path):
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x", *words], check=True)
+
     package = tmp_path / "package"
     package.mkdir()
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    (tmp_path / "other").write_text("")
-    subprocess.run([*git, "add", "other"], check=True)
-    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "x")
     (package / "_version.py").write_text("1")
     assert environment._git_commit(package) is None  # it lies in somebody else's checkout
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
     commit = environment._git_commit(package)
     assert commit is not None
     assert len(commit) == 40
@@ -111,11 +111,6 @@ def test_peak_memory_begins_anew():
 # -- what is doubtful ------------------------------------------------------------------------------
 
 
-def test_a_quiet_machine_gives_no_warning():
-    assert not [*warn_at_start(quiet())]
-    assert disturbances(quiet(), quiet(total_s=1100.0, busy_s=120.0, own_s=39.0), 3000.0) == []
-
-
 @pytest.mark.parametrize(
     ("after", "expected"),
     [
@@ -128,6 +123,7 @@ def test_a_quiet_machine_gives_no_warning():
     ],
 )
 def test_each_disturbance_has_its_warning_and_advice(after, expected):
+    assert disturbances(quiet(), quiet(total_s=1100.0, busy_s=120.0, own_s=39.0), 3000.0) == []
     assert disturbances(quiet(), after, 3000.0) == [expected]
     (finding,) = find_disturbances(9, {expected: 1})
     assert (finding.id, finding.severity) == (expected, "warning")
@@ -138,6 +134,7 @@ def test_each_disturbance_has_its_warning_and_advice(after, expected):
 
 
 def test_a_machine_that_is_busy_before_the_sweep():
+    assert not [*warn_at_start(quiet())]
     found = warn_at_start(quiet(load_average=4.5))
     assert [finding.text for finding in found] == [
         "The machine is busy: a load of 4.5 on 4 cores before it began."
