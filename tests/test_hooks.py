@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,8 +10,6 @@ import pytest
 import torch
 from test_native import CONTEXT, build, passes
 
-from specbench.backends.torch import forward as ways
-from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter
 from specbench.generate import speculative_generate
@@ -67,50 +63,6 @@ def test_products_that_are_replaced_later_are_noticed():
         quantize(each)
     assert identical(passes(scorer), passes(Scorer(fresh)))
     assert not identical(passes(scorer), packed)
-
-
-@pytest.fixture
-def _threads_in_quick_turns() -> Iterator[None]:
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(usual)
-
-
-@pytest.mark.usefixtures("_threads_in_quick_turns")
-def test_two_threads_decode_with_a_target_each():
-    int8 = packed_model("Qwen3")
-    quantize(int8)
-    targets = [wrap_target(packed_model(), name="packed"), wrap_target(int8, name="int8")]
-    drafters = [
-        load_drafter(spec, target) for spec, target in zip(("self:int8", "lookup"), targets, strict=True)
-    ]
-
-    def decode(target: Target, drafter: Drafter) -> list[tuple[int, ...]]:
-        return [choice(target, drafter), own_choice(target.language_model.model)]
-
-    wanted = [decode(*pair) for pair in zip(targets, drafters, strict=True)]
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-        runs = [
-            [thread.submit(decode, target, drafter) for _ in range(6)]
-            for thread, target, drafter in zip((first, second), targets, drafters, strict=True)
-        ]
-        assert [[run.result() for run in each] for each in runs] == [[each] * 6 for each in wanted]
-
-
-def test_what_is_not_known_goes_the_way_of_transformers():
-    unfolded, unpacked, layer_wrapped, wrapped, other = (
-        plain_model(),
-        plain_model(),
-        *(packed_model() for _ in range(3)),
-    )
-    pack(unfolded)
-    fold_attention(unpacked)
-    for module in (layer_wrapped.model.layers[1], wrapped.model):
-        module.forward = module.forward  # as a device map leaves it
-    other.model.layers[2].mlp.act_fn = torch.nn.GELU()
-    for model in (unfolded, unpacked, layer_wrapped, wrapped, other):
-        assert type(Scorer(model).forward) is ways.HFForward
 
 
 # -- hooks -------------------------------------------------------------------------------------------

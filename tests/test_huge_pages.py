@@ -19,8 +19,7 @@ from specbench.kernels.huge_pages import lay_in_huge_pages
 from specbench.kernels.surgery import pack, quantize
 from specbench.kernels.weights import can_pack
 
-MEBIBYTE = 1 << 20
-SIZE = 32 * MEBIBYTE
+SIZE = 1 << 25
 
 
 def huge_bytes() -> int:
@@ -29,20 +28,17 @@ def huge_bytes() -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
 
 
-def region_in_ordinary_pages() -> mmap.mmap:
+def laid() -> int:
+    """Lay a region of ordinary pages in huge ones, whose contents stay; return how many bytes more are there."""
+    content = bytes(range(256)) * (SIZE // 256)
     memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
-    memory.write(bytes(range(256)) * (SIZE // 256))
+    memory.write(content)
     memory.madvise(mmap.MADV_HUGEPAGE)  # the kernel merges nothing that was told not to be
-    return memory
-
-
-def laid() -> int:
-    """Lay a region in huge pages, and return how many bytes more are there."""
-    memory, before = region_in_ordinary_pages(), huge_bytes()
+    before = huge_bytes()
     lay_in_huge_pages([(ctypes.addressof(ctypes.c_char.from_buffer(memory)), SIZE)])
     memory.seek(0)
-    assert memory.read() == bytes(range(256)) * (SIZE // 256)
+    assert memory.read() == content
     return huge_bytes() - before
 
 
@@ -61,19 +57,14 @@ def test_memory_is_laid_there_and_keeps_its_contents():
 def test_weights_are_laid_there(kind, monkeypatch):
     if kind == "packed" and not can_pack(torch.float32, "cpu"):
         pytest.skip("oneDNN packs nothing here")
-    laid: list[int] = []
-    collapse = huge_pages._collapse
-    monkeypatch.setattr(
-        huge_pages,
-        "_collapse",
-        lambda pages, size: laid.append(len(pages) * size) or collapse(pages, size),
-    )
+    sizes: list[int] = []
+    monkeypatch.setattr(huge_pages, "_collapse", lambda pages, size: sizes.append(len(pages) * size))
     model: Any = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).requires_grad_(False)
     x = torch.randn(3, 2048)
     expected = model(x)
     assert pack(model) if kind == "packed" else quantize(model)
     assert (model(x) - expected).abs().max() <= 0.05 * expected.abs().max()
-    assert sum(laid) >= 4 * 2048 * 2048 * (4 if kind == "packed" else 1) / 2
+    assert sum(sizes) >= 4 * 2048 * 2048 * (4 if kind == "packed" else 1) / 2
 
 
 def test_a_page_is_taken_if_nearly_all_of_it_is_given(monkeypatch):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from collections.abc import Mapping
 from functools import cache, partial
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import pytest
@@ -34,7 +34,6 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.bench.environment import reset_peak_memory
 from specbench.decoding.clocks import peak_memory
 from specbench.decoding.protocols import ForwardRequest, NoDraft
-from specbench.decoding.tree import tree_rows
 from specbench.generate import speculative_generate
 from specbench.kernels import ModelPasses, decoder_parts, native
 from specbench.kernels.linear import Int4Linear, Int8Linear, PackedLinear
@@ -69,21 +68,29 @@ FAMILIES: dict[str, dict[str, Any]] = KINDS | {
     "Phi3": {"head_dim": 32, "rope_parameters": PARTIAL, "sliding_window": 33},
     "SmolLM3": {"no_rope_layers": [1, 0, 1]},
 }  # fmt: skip
-OTHER_SIZES = [{"intermediate_size": 80}, {"hidden_size": 36}, {"head_dim": 8}]  # not supported
 CONTEXT = torch.randint(0, 301, (150,), generator=torch.Generator().manual_seed(0)).tolist()
 COPIES = {8: quantized_copy, 4: partial(quantized_copy, kind="int4")}
+OTHER_SIZES: list[dict[str, Any]] = [
+    {"hidden_size": 36},
+    {"intermediate_size": 80},
+    {"head_dim": 8},
+]  # unsupported
+LEVELS = ("avx2", "vnni", "avx512", "bfloat16")
 LAYERS: dict[str, Any] = {"int8": Int8Linear, "int4": Int4Linear}
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, "cpu")]
 
 
-@pytest.fixture(params=[1, 2, 3, 4], ids=["avx2", "vnni", "avx512", "bfloat16"])
+@pytest.fixture(params=LEVELS)
 def level(request, monkeypatch) -> int:
     """Instructions to be used, below those of the processor too; for what has its own code for each."""
     own = native.loaded()
-    if own.highest < request.param:
+    if request.param is None:
+        return own.level
+    number = 1 + LEVELS.index(request.param)
+    if own.highest < number:
         pytest.skip("this processor has no such instructions")
-    monkeypatch.setattr(native, "loaded", lambda: own._replace(level=request.param))
-    return int(request.param)
+    monkeypatch.setattr(native, "loaded", lambda: own._replace(level=number))
+    return number
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32, *, fold: bool = True, **more: Any) -> Any:
@@ -144,10 +151,10 @@ def test_products_are_those_of_the_weights_and_rows_as_they_are_rounded(form, le
         )
         for rows in (1, 2, 5, 6, 7, 13, choice.randint(14, 60)):
             x = torch.randn(rows, inputs, generator=draw)
-            known = x if panels.bits > 8 else rows_in_bytes(x)
+            rounded = x if panels.bits > 8 else rows_in_bytes(x)
             if 8 < panels.bits <= 16 and level == 4:
-                known = x.bfloat16()
-            error = relative(panels.product(x), known.double() @ exact.double().T)
+                rounded = x.bfloat16()
+            error = relative(panels.product(x), rounded.double() @ exact.double().T)
             assert error < (1e-4 if panels.bits <= 8 else 1e-6)
 
 
@@ -161,27 +168,24 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(form, level):
         assert torch.equal(product(x[:width]), one_by_one[:width])
 
 
-def test_groups_get_the_scale_with_the_least_error():
-    weight = torch.randn(64, 200, generator=torch.Generator().manual_seed(0)) ** 3
-    found = native.Panels.quantize_int4(weight).product(torch.eye(200)).T
+def test_groups_in_4_bits_get_the_scale_with_the_least_error():
+    """So blocks of a file in 4 bits, such as Q4_1 and Q4_K, come back, whatever share of the codes is used."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 200, generator=draw) ** 3
+    native_weight = native.Panels.quantize_int4(weight).product(torch.eye(200)).T
     expected = fake_quantize_int4(weight)
-    assert (found - expected).abs().gt(1e-4).float().mean() < 0.01  # ties
-    assert relative(found, weight) < 1.001 * relative(expected, weight)
+    assert (native_weight - expected).abs().gt(1e-4).float().mean() < 0.01  # ties
+    assert relative(native_weight, weight) < 1.001 * relative(expected, weight)
     largest = weight.abs().amax(1, keepdim=True)
     one_scale = (weight / largest * 7).round() * largest / 7
-    assert relative(found, weight) < 0.7 * relative(one_scale, weight)
-
-
-@pytest.mark.parametrize("most", [15, 8])
-def test_blocks_of_a_4_bit_file_come_back(most):
-    """As Q4_1 and Q4_K have them: a scale and a minimum for 32 numbers, whatever share of the codes is used."""
-    generator = torch.Generator().manual_seed(most)
-    codes = torch.randint(0, most + 1, (40, 3, 32), generator=generator).float()
-    codes[..., 0], codes[..., 1] = 0, most
-    scales = torch.rand(40, 3, 1, generator=generator) + 0.1
-    weight = (scales * codes + torch.randn(40, 3, 1, generator=generator)).view(40, 96)
-    assert relative(fake_quantize_int4(weight), weight) < 0.01
-    assert relative(native.Panels.quantize_int4(weight).product(torch.eye(96)).T, weight) < 0.01
+    assert relative(native_weight, weight) < 0.7 * relative(one_scale, weight)
+    for most in (15, 8):
+        codes = torch.randint(0, most + 1, (40, 3, 32), generator=draw).float()
+        codes[..., 0], codes[..., 1] = 0, most
+        scales = torch.rand(40, 3, 1, generator=draw) + 0.1
+        weight = (scales * codes + torch.randn(40, 3, 1, generator=draw)).view(40, 96)
+        assert relative(fake_quantize_int4(weight), weight) < 0.01
+        assert relative(native.Panels.quantize_int4(weight).product(torch.eye(96)).T, weight) < 0.01
 
 
 def numbers(weight: torch.Tensor) -> native.Panels:
@@ -327,22 +331,18 @@ def chosen(model: Any, cache: CacheKind = "dynamic") -> Scorer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "kept"),
-    [("Llama", dtype, "dynamic") for dtype in DTYPES]
-    + [(kind, torch.float32, "preallocated") for kind in FAMILIES],
+    ("kind", "dtype", "kept", "level"),
+    [
+        *(("Llama", dtype, "dynamic", None) for dtype in DTYPES),
+        *((kind, torch.float32, "preallocated", None) for kind in FAMILIES),
+        *((kind, DTYPES[-1], "preallocated", level) for kind in ("Llama", "Gemma3") for level in LEVELS),
+    ],
+    ids=str,
+    indirect=["level"],
 )
-def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(kind, dtype, kept):
-    passes_are_near(kind, dtype, kept)
-
-
-@pytest.mark.parametrize("kind", ["Llama", "Gemma3"])  # both kinds of gates
-def test_other_instructions_come_as_near(kind, level):
-    passes_are_near(kind, DTYPES[-1], "preallocated")
-
-
-def passes_are_near(kind: str, dtype: torch.dtype, kept: CacheKind) -> None:
-    """Compare native passes, and those of torch, with passes in float64."""
-    level, model = native.loaded().level, target_of(kind, dtype)
+def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(kind, dtype, kept, level):
+    """The exact ones are those in float64. Both kinds of gates are tried with all instructions."""
+    model, level = target_of(kind, dtype), native.loaded().level
     exact = exact_passes(kind, dtype, intermediate_size=128)
     expected = passes(scorer_of(model, ways.HFForward, kept))
     found = passes(chosen(model, kept))
@@ -353,18 +353,17 @@ def passes_are_near(kind: str, dtype: torch.dtype, kept: CacheKind) -> None:
     assert deviation(found, exact) < (1e-5 if dtype == torch.float32 else 0.1)
 
 
-@pytest.mark.parametrize("form", [*COPIES, *DTYPES], ids=str)
-def test_a_row_has_the_same_bits_in_every_pass(form, level):
-    rows_have_the_same_bits("Llama", form)
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_row_has_the_same_bits_in_every_pass_of_every_family(kind):
-    rows_have_the_same_bits(kind, 8 if kind in KINDS else torch.float32)
-
-
-def rows_have_the_same_bits(kind: str, form: Any) -> None:
-    """Compare passes of several rows with passes of one."""
+@pytest.mark.parametrize(
+    ("kind", "form", "level"),
+    [
+        *(("Llama", form, level) for form in (*COPIES, *DTYPES) for level in LEVELS),
+        *((kind, 8 if kind in KINDS else torch.float32, None) for kind in FAMILIES),
+    ],
+    ids=str,
+    indirect=["level"],
+)
+@pytest.mark.usefixtures("level")
+def test_a_row_has_the_same_bits_in_every_pass(kind, form):
     if form in COPIES:
         scorer = Scorer(COPIES[form](build(kind, torch.bfloat16)), "dynamic")
     else:
@@ -388,8 +387,9 @@ def test_greedy_outputs_are_those_of_generate(kind):
                          eos_token_id=None)[0, len(CONTEXT):].tolist()  # fmt: skip
     target = wrap_target(target_of(kind, torch.float32))
     assert type(target.scorer.forward) is ways.NativeForward
-    for spec in (None, "self:int8", "self:layers=2", "lookup") if kind in KINDS else (None, "self:layers=2"):
-        drafter = None if spec is None else load_drafter(spec, target)
+    specs = ("none", "self:int8", "self:layers=2", "lookup")
+    for spec in specs if kind in KINDS else ("none", "self:layers=2"):
+        drafter = load_drafter(spec, target)
         run = speculative_generate(CONTEXT, target, drafter, gamma=4, max_new_tokens=24, ignore_eos=True)
         assert list(run.token_ids) == own
 
@@ -410,10 +410,12 @@ def usual(model: Any) -> Scorer:
     return scorer
 
 
-@pytest.mark.parametrize("kind", ["Gemma3", "Phi3"])  # windows in some layers, and in all
-def test_windows_drop_what_is_far_behind_and_give_the_same(kind):
-    """Over more tokens than a layer with a window keeps, from a prefill of `transformers` or a native one."""
-    model = target_of(kind, torch.float32)
+@pytest.mark.parametrize(("kind", "window"), [("Gemma3", 300), ("Phi3", 33)])  # in some layers, and in all
+def test_windows_drop_what_is_far_behind_and_give_the_same(kind, window):
+    """Over more tokens than a layer with a window keeps, from a prefill of `transformers` or a native one. The windows
+    of rows begin apart, the longer ones in other parts.
+    """
+    model = target_of(kind, torch.float32, sliding_window=window)
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, 301, (2 * SLIDING_SLACK + 400,), generator=generator).tolist()
     for first in (30, 300):  # rows of one native call, and more than that
@@ -427,29 +429,15 @@ def test_windows_drop_what_is_far_behind_and_give_the_same(kind):
             end += 37  # some are rolled back
             for each in (scorer, own):
                 each.rollback(end)
-        sliding = [
-            layer
-            for layer in scorer.cache.model_kwargs()["past_key_values"].layers
-            if isinstance(layer, PreallocatedSlidingLayer)
-        ]
+        together = scorer.logits(text[:end], text[end : end + 6], rows=6)
+        scorer.rollback(end)
+        for n in range(6):
+            assert torch.equal(scorer.logits(text[: end + n + 1], rows=1)[0], together[n])
+        scorer.rollback(end)
+        sliding = [layer for layer in layers_of(scorer) if isinstance(layer, PreallocatedSlidingLayer)]
         assert sliding
         assert all(layer.get_seq_length() == end for layer in sliding)
-        assert all(layer.dropped and layer.keys.shape[-2] < 900 for layer in sliding)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
-def test_rows_whose_windows_begin_apart_have_parts_of_their_own(cache):
-    """In layers with a window of more than one part; the others take all of their rows at once."""
-    model, context, width = target_of("Gemma3", torch.float32, sliding_window=300), CONTEXT * 5, 6
-    scorer, own = chosen(model, cache), usual(model)
-    for each in (scorer, own):
-        each.begin()
-        each.logits(context, rows=1)
-    together, expected = (each.logits(context, CONTEXT[:width], rows=width) for each in (scorer, own))
-    assert relative(together, expected) < 1e-4
-    scorer.rollback(len(context))
-    for n in range(width):
-        assert torch.equal(scorer.logits([*context, *CONTEXT[: n + 1]], rows=1)[0], together[n])
+        assert all(layer.dropped and layer.keys.shape[-2] < 1300 for layer in sliding)
 
 
 @pytest.mark.parametrize(
@@ -479,14 +467,6 @@ def test_a_layer_that_is_described_or_read_wrongly_is_found_out(kind, wrong, mon
     monkeypatch.setattr(decoder_parts, "read_layer", misread)
     model = target_of(kind, torch.float32, **({"sliding_window": 512} if field == "window" else {}))
     assert type(Scorer(model).forward) is ways.HFForward
-
-
-def test_other_models_are_not_read():
-    model = target_of("Gemma3", torch.float32)
-    assert decoder_parts.read_parts(build("Gemma3")) is None, "nothing is packed"
-    assert decoder_parts.read_parts(copy.copy(model)) is not None
-    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
-    assert decoder_parts.read_parts(model) is None
 
 
 # -- of several requests -----------------------------------------------------------------------------
@@ -551,56 +531,38 @@ def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(kind, form, 
     assert all(seen)
 
 
-def test_rows_attend_to_what_their_requests_hold(level):
-    choice = torch.Generator().manual_seed(0)
-    order = torch.randperm(300, generator=choice).int()
-    seen = torch.rand(2, 50, generator=choice) < 0.5
-    seen[:, 0] = True
-    asked = [
-        native.Request(1, 130, indices=order[:131]),
-        native.Request(3, 0, indices=order[131:134]),
-        native.Request(2, 40, seen, order[134:176]),
-    ]
-    query = torch.randn(6, 6, 32, generator=choice)
-    for dtype in (torch.float32, torch.bfloat16):
-        keys, values = (torch.randn(1, 2, 300, 32, generator=choice).to(dtype) for _ in range(2))
-        assert native.can_attend(keys, values)
-        found = native.Attention(asked)(query, keys, values)
-        for request, rows, own in zip(asked, found.split([1, 3, 2]), query.split([1, 3, 2]), strict=True):
-            held = cast("torch.Tensor", request.indices).long()
-            k, v = (each[0, :, held].float().repeat_interleave(3, 0) for each in (keys, values))
-            mask = torch.ones(request.rows, len(held), dtype=torch.bool).tril(request.past)
-            if request.mask is not None:
-                mask = request.mask[:, : len(held)]
-            expected = scaled_dot_product_attention(own.transpose(0, 1), k, v, attn_mask=mask)
-            assert relative(rows, expected.transpose(0, 1)) < 1e-5
-
-
 @pytest.mark.parametrize(
-    ("rows", "size", "past"), [(3, 32, 254), (7, 128, 511), (33, 64, 700), (120, 48, 256)]
+    ("rows", "size", "past"), [(2, 32, 40), (3, 32, 254), (7, 128, 511), (33, 64, 700), (120, 48, 256)]
 )
 def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(level, past, rows, size):
-    """Threads share the parts of few rows, not those of many."""
-    choice = torch.Generator().manual_seed(past)
-    query = torch.randn(rows, 6, size, generator=choice)
-    tree = torch.rand(rows, past + rows, generator=choice) < 0.5
+    """Threads share the parts of few rows, not those of many. Another request holds other places beside them."""
+    choice, count = torch.Generator().manual_seed(past), past + rows
+    query = torch.randn(rows + 1, 6, size, generator=choice)
+    tree = torch.rand(rows, count, generator=choice) < 0.5
     tree[:, 256:512] &= torch.arange(rows)[:, None] > 0  # row 0 sees nothing of the second part
     tree[:, :256] &= torch.arange(rows)[:, None] != 1  # and row 1 nothing of the first
     tree[0, 0] = tree[1:, -1] = True
+    order = torch.randperm(count + 3, generator=choice).int()
     for dtype in (torch.float32, torch.bfloat16):
-        keys, values = (torch.randn(1, 2, past + rows, size, generator=choice).to(dtype) for _ in range(2))
-        k, v = (each[0].float().repeat_interleave(3, 0) for each in (keys, values))
-        for mask in (None, tree):
-            found = native.Attention([native.Request(rows, past, mask)])(query, keys, values)
-            seen = torch.ones(rows, past + rows, dtype=torch.bool).tril(past) if mask is None else mask
-            expected = scaled_dot_product_attention(query.transpose(0, 1), k, v, attn_mask=seen)
-            assert relative(found, expected.transpose(0, 1)) < 1e-5
-            for row in {*range(3), *range(rows - 1, 3, -9)}:
+        keys, values = (torch.randn(1, 2, count + 3, size, generator=choice).to(dtype) for _ in range(2))
+        assert native.can_attend(keys, values)
+        for mask, places in ((None, None), (tree, order[:count])):
+            held = (torch.arange(count) if places is None else places).long()
+            asked = [native.Request(rows, past, mask, places), native.Request(1, 2, indices=order[-3:])]
+            found = native.Attention(asked)(query, keys, values)
+            k, v = (each[0, :, held].float().repeat_interleave(3, 0) for each in (keys, values))
+            seen = torch.ones(rows, count, dtype=torch.bool).tril(past) if mask is None else mask
+            expected = scaled_dot_product_attention(query[:-1].transpose(0, 1), k, v, attn_mask=seen)
+            assert relative(found[:-1], expected.transpose(0, 1)) < 1e-5
+            for row in {*range(min(3, rows)), *range(rows - 1, 3, -9)}:
                 own = None if mask is None else mask[row : row + 1]
-                alone = native.Request(1, past + row if own is None else past + rows - 1, own)
-                assert torch.equal(
-                    native.Attention([alone])(query[row : row + 1], keys, values)[0], found[row]
-                )
+                before = past + row if own is None else count - 1
+                alone = native.Attention([native.Request(1, before, own, places)])
+                assert torch.equal(alone(query[row : row + 1], keys, values)[0], found[row])
+            last = native.Attention([native.Request(1, 2)])(
+                query[-1:], *(e[:, :, order[-3:].long()] for e in (keys, values))
+            )
+            assert torch.equal(last[0], found[-1])
 
 
 def test_attention_of_many_rows_takes_bounded_memory():
@@ -699,13 +661,43 @@ def test_a_dynamic_cache_grows_in_steps():
         scorer.rollback(end + end % 3)
         assert {layer.get_seq_length() for layer in layers_of(scorer)} == {end + end % 3}
         places.append([(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers_of(scorer)])
-    assert sum(one != other for one, other in itertools.pairwise(places)) == 1
+    assert sum(one != other for one, other in pairwise(places)) == 1
     assert all(layer.keys.shape[-2] < 2 * len(text) for layer in layers_of(scorer))
 
 
-@pytest.mark.parametrize("sizes", OTHER_SIZES)
-def test_models_of_other_sizes_go_the_way_of_transformers(sizes):
-    assert type(Scorer(quantized_copy(build("Llama", **sizes))).forward) is ways.HFForward
+def _replaced_activation() -> Any:
+    model = target_of("Gemma3", torch.float32)
+    assert decoder_parts.read_parts(copy.copy(model)) is not None
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    return model
+
+
+def _rerouted(place: str) -> Any:
+    """A model with a ``forward`` of its own, as a device map leaves it."""
+    model = target_of("Llama", torch.float32)
+    module = model.get_submodule(place)
+    module.forward = module.forward
+    return model
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        *(partial(lambda sizes: quantized_copy(build("Llama", **sizes)), sizes) for sizes in OTHER_SIZES),
+        partial(build, "Gemma3"),  # nothing is packed
+        partial(target_of, "Llama", torch.float32, fold=False),
+        _replaced_activation,
+        *(partial(_rerouted, place) for place in ("model", "model.layers.1")),
+    ],
+)
+def test_other_models_go_the_way_of_transformers(made):
+    assert type(Scorer(made()).forward) is ways.HFForward
+
+
+@pytest.mark.parametrize("sizes", [*OTHER_SIZES[1:], None])
+def test_other_heads_go_through_operators(sizes):
+    head = head_of(8, sizes) if sizes else EagleHead(head_of(8).shape)
+    assert type(choose_head_forward(head)) is HeadForward
 
 
 def test_what_comes_out_differently_is_not_taken(monkeypatch):
@@ -738,68 +730,35 @@ def head_of(bits: int, sizes: Mapping[str, Any] | None = None, vocab: int = 90, 
     return head
 
 
+@pytest.mark.parametrize(
+    ("shape", "bits", "longest"), [*zip(HEADS, (4, 8, 8, 4, 8), (300,) * 5, strict=True), ("plain", 8, 30)]
+)
 @torch.inference_mode()
-def head_rows(way: HeadForward) -> list[torch.Tensor]:
-    """What comes of a context in two parts, a tree in two levels, a step back and a token."""
-    hidden, random_ = way.head.shape.layer.hidden_size, torch.Generator().manual_seed(5)
-    embedded, features = torch.randn(2, 60, hidden, generator=random_)
-    caches = [PreallocatedLayer() for _ in way.head.layers]
-    found: list[torch.Tensor] = []
-
-    def read(first: int, end: int, mask: torch.Tensor | None, wanted: int, at: int | None = None) -> None:
-        positions = torch.arange(first, end) if at is None else torch.full((end - first,), at)
-        (rows,) = way([HeadInput(embedded[first:end], features[first:end], positions, mask, caches, wanted)])
-        assert rows.features.shape == (end - first, hidden)
-        assert rows.logits.shape == (wanted, 90)
-        found.extend(rows)
-
-    read(0, 41, None, 1)
-    read(41, 46, None, 5)
-    parents = (-1, -1, 0, 0, 1)
-    for first, end, at in ((0, 2, 46), (2, 5, 47)):
-        _, mask = tree_rows(45, parents[:end], 46 + end, torch.device("cpu"), 1 + first)
-        read(46 + first, 46 + end, mask, end - first, at)
-    for each in caches:
-        each.rollback(44)
-    read(44, 45, None, 1)
-    return found
-
-
-@pytest.mark.parametrize(("shape", "bits"), [*zip(HEADS, (4, 8, 8, 4, 8), strict=True)])
-def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape, bits):
+def test_a_head_in_one_call_gives_what_it_gives_in_operators_and_alone(shape, bits, longest, monkeypatch):
+    """To the bit alone; not in operators, where another byte stands for a number between two."""
+    monkeypatch.setattr(head_forward, "LONG_READING", longest)  # of one request, beside which others wait
     head = head_of(bits, **HEADS[shape])
-    way = choose_head_forward(head)
+    way, operators = choose_head_forward(head), HeadForward(head)
     assert type(way) is NativeHeadForward
-    for found, expected in zip(head_rows(way), head_rows(HeadForward(head)), strict=True):
-        assert relative(found, expected) < 0.02  # another byte where a number lies between two
-
-
-@pytest.mark.parametrize(("bits", "longest"), [(8, 300), (4, 300), (8, 30)])  # one request reads much
-@torch.inference_mode()
-def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, longest, monkeypatch):
-    monkeypatch.setattr(head_forward, "LONG_READING", longest)
-    way = choose_head_forward(head_of(bits, layers=2, norm_output=True))
-    assert type(way) is NativeHeadForward
-    hidden, random_ = way.head.shape.layer.hidden_size, torch.Generator().manual_seed(6)
-    beside, alone = ([[PreallocatedLayer() for _ in range(2)] for _ in range(3)] for _ in range(2))
+    hidden, draw = head.shape.layer.hidden_size, torch.Generator().manual_seed(6)
+    beside, alone, others = ([[PreallocatedLayer() for _ in head.layers] for _ in range(3)] for _ in range(3))
     for lengths in ((7, 40, 1), (1, 1, 2), (3, 1, 4)):
         readings = []
         for caches, length in zip(beside, lengths, strict=True):
             past = caches[0].used
             mask = torch.ones(1, 1, length, past + length, dtype=torch.bool).tril(past)
-            mask[..., -1, past : past + length - 1] = False
-            embedded, features = torch.randn(2, length, hidden, generator=random_)
-            positions = torch.arange(past, past + length)
+            mask[..., -1, past : past + length - 1] = False  # another node beside those before it
+            embedded, features = torch.randn(2, length, hidden, generator=draw)
+            places = torch.arange(past, past + length)
             readings.append(
-                HeadInput(embedded, features, positions, mask if length < 5 else None, caches, min(2, length))
+                HeadInput(embedded, features, places, mask if length < 5 else None, caches, min(2, length))
             )
-        for found, reading, caches in zip(way(readings), readings, alone, strict=True):
-            (expected,) = way([reading._replace(caches=caches)])
-            assert torch.equal(found.features, expected.features)
-            assert torch.equal(found.logits, expected.logits)
-
-
-@pytest.mark.parametrize("sizes", [OTHER_SIZES[0], OTHER_SIZES[2], None])
-def test_heads_of_other_sizes_or_in_numbers_go_through_operators(sizes):
-    head = head_of(8, sizes) if sizes else EagleHead(head_of(8).shape)
-    assert type(choose_head_forward(head)) is HeadForward
+        for found, reading, own, theirs in zip(way(readings), readings, alone, others, strict=True):
+            (same,) = way([reading._replace(caches=own)])
+            (usual,) = operators([reading._replace(caches=theirs)])
+            assert found.features.shape == reading.features.shape
+            assert found.logits.shape == (reading.wanted, 90)
+            assert all(map(torch.equal, found, same))
+            assert all(relative(one, other) < 0.02 for one, other in zip(found, usual, strict=True))
+        for layer in chain.from_iterable((*beside, *alone, *others)):
+            layer.rollback(layer.used - 1)

@@ -9,6 +9,7 @@ import torch
 from test_zoo import zoo_model
 from tiny import tiny_llama
 
+from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.tree import tree_rows
@@ -45,8 +46,6 @@ def branch(node: int, parents: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("tree", "fold"), [(FLAT, True), (DEEP, False)], ids=["flat", "deep"])
 def test_a_pass_over_a_tree_is_the_separate_passes(cache, fold, tree):
-    from specbench.backends.torch.attention import fold_attention
-
     model = tiny_llama()
     if fold:
         fold_attention(model)
@@ -86,13 +85,10 @@ def test_what_a_cache_has_not_read_of_a_path_is_not_kept():
     assert scorer.cache.length == len(CONTEXT) + 1
 
 
-def test_caches_that_forget_take_none():
+def test_caches_that_forget_and_models_that_go_by_the_order_of_tokens_take_none():
     sliding = zoo_model("mistral")
     assert not Scorer(sliding).takes_trees
     assert not Scorer(sliding, "preallocated").takes_trees
     assert not Scorer(tiny_llama(), "none").takes_trees
-
-
-def test_models_that_go_by_the_order_of_tokens_are_found_out():
-    """ALiBi takes distances from the places of tokens in the pass: the trial shows that trees come out wrong."""
+    # ALiBi takes distances from the places of tokens in the pass: the trial shows that trees come out wrong.
     assert not Scorer(zoo_model("bloom")).takes_trees
