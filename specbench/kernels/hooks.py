@@ -24,9 +24,7 @@ class Hooks:
         self._registered = -1
 
     def are_present(self) -> bool:
-        """Return whether there are hooks;
-        after finding none, it searches again only if a hook was registered anywhere.
-        """
+        """Return whether there are hooks. If it found none, it searches again only after a hook was registered."""
         registered = RemovableHandle.next_id
         if self._registered == registered:
             return False

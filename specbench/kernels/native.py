@@ -282,7 +282,7 @@ class Panels:
         return self._onednn_address is None
 
     def stored(self) -> dict[str, Tensor]:
-        """Return what ``from_stored`` makes them of, the panels last."""
+        """Return the tensors to save; ``from_stored`` reads them back."""
         sizes = torch.tensor([self.bits, self.outputs, self.inputs, self.width])
         exceptions = {} if self.exceptions is None else {"exceptions": self.exceptions}
         return {"sizes": sizes, **exceptions, "panels": self.data}
@@ -555,7 +555,7 @@ class DecoderStack:
             Logits, [wanted, vocabulary], and hidden states, [rows, layers, hidden size], or ``None``; float32.
         """
         embedded, cosines, sines = contiguous(embedded), cosines.contiguous(), sines.contiguous()
-        c_requests = _CRequests(requests)
+        c_requests = _c_requests(requests)
         which = array(c_int32, len(wanted))(*wanted)
         logits = torch.empty(len(wanted), self._vocabulary)
         once = [*dict.fromkeys(layers)]
@@ -573,7 +573,7 @@ class DecoderStack:
             values=pointers.values,
             strides=pointers.strides,
             dropped=pointers.dropped,
-            requests=c_requests.array,
+            requests=c_requests,
             which=ctypes.addressof(which),
             logits=logits.data_ptr(),
             states=state_pointers if layers else None,
@@ -595,25 +595,18 @@ def _run(function: Any, c_pass: CPass) -> None:
     check(function(byref(c_pass)))
 
 
-class _CRequests:
-    """Requests as an ``array`` of C structures; valid as long as this object."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._referenced: list[Tensor | Buffers | None] = []
-        self.array, self.rows = array(CRequest, len(requests))(), 0
-        for i, request in enumerate(requests):
-            mask, indices = contiguous(request.mask), contiguous(request.indices)
-            self._referenced += [mask, indices, request.buffers]
-            stride, own = 0 if mask is None else mask.stride(0), request.buffers
-            self.array[i] = CRequest(
-                address(indices),
-                address(mask),
-                stride,
-                self.rows,
-                request.past,
-                *(() if own is None else (own.keys, own.values, own.strides)),
-            )
-            self.rows += request.rows
+def _c_requests(requests: Sequence[Request]) -> Any:
+    """Return requests as an array of C structures, which keeps what they point to."""
+    found, referenced, first = array(CRequest, len(requests))(), [], 0
+    for i, request in enumerate(requests):
+        mask, indices, own = contiguous(request.mask), contiguous(request.indices), request.buffers
+        referenced += [mask, indices, own]
+        stride = 0 if mask is None else mask.stride(0)
+        buffers = () if own is None else (own.keys, own.values, own.strides)
+        found[i] = CRequest(address(indices), address(mask), stride, first, request.past, *buffers)
+        first += request.rows
+    found.referenced = referenced
+    return found
 
 
 def can_attend(keys: Tensor, values: Tensor) -> bool:
@@ -633,7 +626,7 @@ class Attention:
     """Native attention of rows of several requests, when the rest of a forward pass is not native."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = _CRequests(requests)
+        self._requests = _c_requests(requests)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None = None) -> Tensor:
         """Compute the attention of these rows in a layer.
@@ -657,10 +650,10 @@ class Attention:
             keys=array(c_void_p, 1)(keys.data_ptr()),
             values=array(c_void_p, 1)(values.data_ptr()),
             strides=array(c_int64, 2)(keys.stride(1), values.stride(1)),
-            requests=self._requests.array,
+            requests=self._requests,
             logits=out.data_ptr(),
             rows=rows,
-            count=len(self._requests.array),
+            count=len(self._requests),
             is_bfloat16=keys.dtype == torch.bfloat16,
         )
         _run(loaded().library.specbench_attend, c_pass)

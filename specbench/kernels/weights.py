@@ -152,8 +152,8 @@ def int8_weight(weight: Tensor) -> QuantizedWeight:
 
 
 def bytes_per_weight(kind: QuantizedName, wide: int) -> float:
-    """Return the bytes per number of a quantized layer, with its share of scales;
-    int4 keeps the ``wide`` bytes it had without native products.
+    """Return the bytes per number of a quantized layer, with its share of scales. Without native products int4 takes
+    the ``wide`` bytes that it had before.
     """
     if kind == "int8":
         return 1
