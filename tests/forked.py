@@ -97,16 +97,6 @@ def specbench(*words: str) -> None:
     main(words)
 
 
-def limit(limits: Mapping[str, int]) -> None:
-    """Set soft limits by their names in `resource`."""
-    if limits:
-        import resource
-
-        for name, value in limits.items():
-            kind = getattr(resource, name)
-            resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
-
-
 def _begin(
     streams: Sequence[int],
     environment: Mapping[str, str],
@@ -125,7 +115,11 @@ def _begin(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
-    limit(limits)
+    for name, value in limits.items():
+        import resource
+
+        kind = getattr(resource, name)
+        resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
     import torch
 
     torch.set_num_threads(1)

@@ -26,11 +26,9 @@ from specbench.kernels import native
 class Layer(torch.nn.Module):
     """What the attention functions read off a layer."""
 
-    is_causal = True
-
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int, is_causal: bool = True) -> None:
         super().__init__()
-        self.num_key_value_groups = groups
+        self.num_key_value_groups, self.is_causal = groups, is_causal
 
 
 def causal_mask(length: int, positions: int) -> torch.Tensor:
@@ -39,18 +37,19 @@ def causal_mask(length: int, positions: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("length", "groups"), [(1, 3), (2, 3), (31, 1), (40, 3)])
-@pytest.mark.parametrize(("masked", "biased"), [(True, False), (False, False), (True, True)])
-def test_it_computes_the_same(length, groups, masked, biased):
+@pytest.mark.parametrize("form", ["masked", "biased", "without a mask", "looking ahead"])
+def test_it_computes_the_same(length, groups, form):
     generator = torch.Generator().manual_seed(length)
+    layer, masked = Layer(groups, form != "looking ahead"), form in ("masked", "biased")
     positions = 50 if masked or length == 1 else length
     query = torch.randn(1, 2 * groups, length, 8, generator=generator)
     key, value = (torch.randn(1, 2, positions, 8, generator=generator) for _ in range(2))
     mask = causal_mask(length, positions) if masked else None
     arguments: dict[str, Any] = {"scaling": 0.3, "dropout": 0.0}
-    if biased:
+    if form == "biased":
         arguments["position_bias"] = torch.randn(1, 2 * groups, length, positions)
-    found, _ = folded_attention(Layer(groups), query, key, value, mask, **arguments)
-    wanted, _ = sdpa_attention_forward(Layer(groups), query, key, value, mask, **arguments)
+    found, _ = folded_attention(layer, query, key, value, mask, **arguments)
+    wanted, _ = sdpa_attention_forward(layer, query, key, value, mask, **arguments)
     assert found.shape == wanted.shape == (1, length, 2 * groups, 8)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -121,16 +120,13 @@ def test_long_passes_over_a_cache_need_no_mask(natively, dtype, monkeypatch, req
     assert error < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_layers_that_look_ahead_do_not_become_causal():
-    query, key, value = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
-    layer = Layer(2)
-    layer.is_causal = False
-    found, _ = folded_attention(layer, query, key, value, None, scaling=0.3)
-    wanted, _ = sdpa_attention_forward(layer, query, key, value, None, scaling=0.3)
-    torch.testing.assert_close(found, wanted)
-    assert folded_mask(40, 80, 40, batch_size=1, attention_mask=torch.arange(80)[None] > 3) is not None
-    assert folded_mask(40, 80, 40, batch_size=1, local_size=50) is not None
-    assert folded_mask(40, 80, 40, batch_size=1, allow_is_causal_skip=False) is not None
+def test_masks_that_say_more_than_causal_ones_are_made():
+    for told in (
+        {"attention_mask": torch.arange(80)[None] > 3},
+        {"local_size": 50},
+        {"allow_is_causal_skip": False},
+    ):
+        assert folded_mask(40, 80, 40, batch_size=1, **told) is not None
 
 
 @pytest.mark.parametrize("window", [0, 30, 500])
