@@ -42,7 +42,7 @@ RECORDED = {
     "debug": "specbench generate --drafter self:int8 --debug --max-new-tokens 9 'Why is the sky blue?'",
     "tune": "specbench tune",
 }
-PARTS = {"debug": ("prefill", "end"), "tune": (".* over plain decoding", "warning|info|Saved")}
+PARTS = {"debug": ("prefill", "end"), "tune": (".* over plain decoding", "warning|info|Results")}
 """Patterns of the first line that is drawn, and of the line after the last one."""
 
 PAGES = ("README.md", "docs/deploy.md", "docs/tutorial.md")

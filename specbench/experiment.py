@@ -247,19 +247,18 @@ def run_folder(out: Path | None, target: str, *, resume: bool, tuned: bool = Fal
     Raises:
         UsageError: There is no run to continue, or the folder holds results that are not to be continued.
     """
-    flag = "--results" if tuned else "--out"
     if out is None and resume:
         out = newest_run(tuned=tuned)
         if out is None:
             what = "unfinished run of `specbench tune`" if tuned else "run of `specbench sweep`"
             raise UsageError(
                 f"There is no {what} in {FOLDER}/.",
-                f"Name one with {flag}, or leave --resume out to begin one.",
+                "Name one with --out, or leave --resume out to begin one.",
             )
     elif out is None:
         out = new_folder(target, "-tune" * tuned)
     elif not resume:
-        RunStore.check_empty(out, f"another {flag}")
+        RunStore.check_empty(out)
     elif not tuned and not RunStore.exists(out):
         raise UsageError(f"There is no run in {out}.", "Leave --resume out to begin one there.")
     RunStore.check_writable(out)

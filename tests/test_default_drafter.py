@@ -46,5 +46,3 @@ def test_commands_take_it_where_none_is_named(cli, tmp_path, monkeypatch):
 
     assert drafter() == usual
     assert drafter("--drafter", "ngram") == "ngram"
-    (tmp_path / "specbench.toml").write_text('version = 1\ndrafter = "suffix"\n')
-    assert drafter() == "suffix"

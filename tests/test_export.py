@@ -14,8 +14,6 @@ import pytest
 import torch
 import transformers
 from cli_runs import refusal
-from head_files import eagle_settings, eagle_tensors, write_head
-from huggingface_hub import constants
 from stored_runs import Drafter, change_run, kept_run, write_exact, write_run
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -342,21 +340,6 @@ def test_a_run_tells_of_its_heads(tmp_path):
         assert options.get("model") == ("/path/to/head" if name == "head" else None)
 
 
-def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    file = tmp_path / "specbench.toml"
-    file.write_text('version = 1\ntarget = "org/big"\ndrafter = "org/head"\ndraft-policy = "fixed:gamma=3"\n')
-    cli("export", file, "--to", "vllm").refused(1, "org/head")
-    home = tmp_path / "hub" / "models--org--head"
-    write_head(home / "snapshots" / ("0" * 40), eagle_settings(), eagle_tensors())
-    (home / "refs").mkdir()
-    (home / "refs" / "main").write_text("0" * 40)
-    for engine, method in (("vllm", "eagle3"), ("sglang", "EAGLE3")):
-        assert method in cli("export", file, "--to", engine).out
-    cli("export", file, "--to", "mlx-lm").refused(2, "no EAGLE-3 heads")
-
-
 # -- the command -------------------------------------------------------------------------------------
 
 
@@ -388,26 +371,6 @@ def test_the_heading_has_the_figure_of_what_is_exported(cli):
     assert "Measured: qwen2.5-coder-0.5b (int4) γ=8" in heading(f"{int4}:qwen2.5-coder-0.5b (int4) γ=8")
     assert "auto: 2.07×" in heading(int4).partition("in place of")[2]
     assert "was not measured" in heading(batched)
-
-
-def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "specbench.toml"
-    rest = 'target = "org/big"\ndrafter = "smollm2-135m"\ndraft-policy = "fixed:gamma=3"\n'
-    file.write_text(f"version = 1\n{rest}")
-    found = cli("export", "specbench.toml", "--to", "mlx-lm").out
-    assert "--num-draft-tokens 3" in found
-    assert "from specbench.toml" in found
-    assert "Measured" not in found
-    for version, said in ((1, "Name the policy fixed:gamma=N"), (2, "reads version 1")):
-        file.write_text(f"version = {version}\n")
-        cli("export", file, "--to", "vllm").refused(2, said)
-    file.write_text(f"version = 1\n{rest}".replace("smollm2-135m", "self:int8"))
-    cli("export", file, "--to", "vllm").refused(
-        2, "does not support the drafter self:int8", "Name the run alone"
-    )
-    cli("export", f"{file}:x", "--to", "vllm").refused(2, "one setting")
-    cli("export", tmp_path / "none.toml", "--to", "vllm").refused(2, "cannot be read")
 
 
 def test_the_documented_table_is_the_code():

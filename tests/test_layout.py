@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "specbench"
 
 FOLDERS = [
-    "_version", "base", "specs", "options", "recipe", "rows", "config", "decoding", "policies", "kernels", "backends",
+    "_version", "base", "specs", "options", "recipe", "rows", "decoding", "policies", "kernels", "backends",
     "drafters", "models", "generate", "loaded", "generate_many", "results", "findings", "servers", "bench",
     "show", "check", "doctor", "export", "predict", "experiment", "started", "sweeps", "tune", "train", "serve",
     "cli", "__main__",

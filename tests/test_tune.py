@@ -22,13 +22,11 @@ from specbench.base.load import LoadSnapshot
 from specbench.base.record import NO_FIGURE, Estimate
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.session import Session
-from specbench.config import config_from_recipe
 from specbench.decoding.theory import PassCosts
 from specbench.export.setting import RunSettings
-from specbench.options import CacheOptions, DecodingOptions
+from specbench.options import DecodingOptions
 from specbench.predict import here
 from specbench.predict.here import Prediction
-from specbench.recipe import Recipe
 from specbench.results.lines import CostLine, Generation
 from specbench.results.results import load_results
 from specbench.results.run import Tuning
@@ -38,7 +36,6 @@ from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.show.document import to_markdown
 from specbench.specs.drafters import SelfForm, parse_drafter
-from specbench.specs.models import parse_model
 from specbench.specs.policies import Heuristic
 from specbench.tune import predicted
 from specbench.tune.answer import (
@@ -463,8 +460,6 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path):
     assert (answer.choice, answer.provisional) == (found.race.leader, True)
     assert answer.headline.startswith("Not known yet: the provisional choice is d auto, 1.")
     assert any("--resume" in each for each in answer.details)
-    config, _ = config_from_recipe(RECIPE, provisional=answer.provisional)
-    assert config.provisional
     assert run_json(tmp_path)["finished"] is None
 
 
@@ -536,9 +531,3 @@ def test_the_answer_as_text_markdown_and_json(tmp_path):
     assert (facts["winner"], facts["verdict"], facts["ending"]) == ("d@auto", "faster", "decided")
     assert facts["low"] <= facts["speedup"] <= facts["high"]
     assert {each["config"] for each in facts["tried"]} >= {"plain", "d@8", "e@auto"}
-
-
-# -- the configuration -----------------------------------------------------------------------------
-
-
-RECIPE = Recipe(parse_model("Org/big"), caching=CacheOptions(cache="preallocated"))

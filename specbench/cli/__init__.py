@@ -93,14 +93,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-CONFIGURED = (generate, serve, sweep, check)
-"""Commands that read a `specbench.toml`."""
-
 for _command in (
     *(generate, serve, drafters, train, predict, tune, sweep),
     *(plot, report, compare, export, check, doctor, trace, cache),
 ):
-    app.command(cls=GroupedCommand)(unfolded(_command, configured=_command in CONFIGURED))
+    app.command(cls=GroupedCommand)(unfolded(_command))
 
 
 def _show_version(verbose: bool) -> None:

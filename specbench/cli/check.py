@@ -9,7 +9,8 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.check_options import CheckedOptions
-from specbench.cli.policy import is_chosen, row_recipe, with_cache
+from specbench.cli.conflicts import given
+from specbench.cli.policy import row_recipe, with_cache
 from specbench.cli.progress import starting
 from specbench.models.default import default_drafter
 from specbench.models.find import require_models
@@ -48,8 +49,8 @@ def check(
         with starting(checked.quiet):
             from specbench.cli.check_server import check_server
 
-        tokens = decoding.max_new_tokens if is_chosen(ctx, "max_new_tokens") else None
-        code = check_server(checked, asked, tokens, scored=is_chosen(ctx, "target"))
+        tokens = decoding.max_new_tokens if given(ctx, "max_new_tokens") else None
+        code = check_server(checked, asked, tokens, scored=bool(given(ctx, "target")))
     else:
         notes: list[str] = []
         if checked.recipe is not None:

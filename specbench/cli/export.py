@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say, write_out
 from specbench.cli.named_runs import split_row
-from specbench.cli.options import DEFAULT_TARGET, EngineName
+from specbench.cli.options import EngineName
 from specbench.export.registry import ENGINES
-from specbench.models.default import default_drafter
 from specbench.options import panel
-from specbench.recipe import Recipe
-from specbench.specs.drafters import parse_drafter
-from specbench.specs.policies import default_policy, parse_policy
 
 if TYPE_CHECKING:
     from specbench.export.engine import Export, ExportEngine
@@ -33,7 +27,7 @@ def export(
         typer.Argument(
             metavar="SOURCE",
             help="Row of a run as RUN:NAME, by its name in the tables or its id; a folder of results (the newest run of"
-            " several), for the fastest row that the engine supports; or a specbench.toml.",
+            " several), for the fastest row that the engine supports.",
         ),
     ],
     to: Annotated[EngineName, _option("--to ENGINE", f"Engine: {', '.join(ENGINES)}.")],
@@ -55,26 +49,9 @@ def export(
 
 def _exported(engine: ExportEngine, source: Path, wanted: str | None) -> tuple[Setting, Export, str]:
     """Return the setting, its export, and the name of its source."""
-    from specbench.config import PROVISIONAL, read_config
-    from specbench.export.output import export_fastest
-    from specbench.export.setting import RunSettings, setting_of
-
-    if source.suffix == ".toml":
-        if wanted is not None:
-            raise UsageError("A configuration file holds one setting.", f"Leave :{wanted} out.")
-        config = read_config(source)
-        if config.provisional:
-            say(f"{source.name} {PROVISIONAL}")
-        given: Any = config.given
-        policy = (
-            parse_policy(given["draft_policy"]) if "draft_policy" in given else default_policy(greedy=True)
-        )
-        recipe = replace(Recipe.of_target(given.get("target", DEFAULT_TARGET)), policy=policy)
-        drafter = parse_drafter(given["drafter"]) if "drafter" in given else default_drafter(recipe)
-        recipe = replace(recipe, drafter=drafter)
-        setting = setting_of(recipe, config.fixed_gamma)
-        return setting, engine.export(setting), source.name
     from specbench.cli.named_runs import named_runs
+    from specbench.export.output import export_fastest
+    from specbench.export.setting import RunSettings
     from specbench.results.results import load_results
 
     (folder,) = named_runs([source], [wanted] if wanted else [])[:1]

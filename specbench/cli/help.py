@@ -1,4 +1,4 @@
-"""Commands whose help lists their options under headings, and which read a `specbench.toml`."""
+"""Commands whose help lists their options under headings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from specbench.cli.config import RUN_OPTIONS, defaults_from_config, options_of_run
 from specbench.cli.conflicts import refuse_conflicts
+from specbench.cli.resume import options_of_run
 from specbench.options import OUTPUT
 
 MOST_USED = (
@@ -47,7 +47,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "specbench compare results/old results/new",
         'specbench compare "results/run:lookup auto" results/run:plain',
     ),
-    "export": ("specbench export results/ --to vllm", "specbench export specbench.toml --to llama.cpp"),
+    "export": (
+        "specbench export results/ --to vllm",
+        'specbench export "results/run:lookup γ=4" --to llama.cpp',
+    ),
     "check": (
         "specbench check",
         "specbench check --temperature 1 --drafter self:int8",
@@ -60,24 +63,13 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options under the headings of their ``rich_help_panel``.
-
-    One that takes ``--config`` has the defaults of a `specbench.toml`.
-    """
+    """A command whose help lists its options under the headings of their ``rich_help_panel``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line, with the defaults of a configuration."""
-        names = {str(parameter.name): parameter for parameter in self.get_params(ctx)}
-        if "--resume" in args and ctx.info_name in RUN_OPTIONS:
+        """Read the command line, with the options of a run that is continued."""
+        if "--resume" in args and ctx.info_name in ("sweep", "tune"):
             args = [*options_of_run(self, ctx, args), *args]
-        if "config" in names and not ctx.resilient_parsing:
-            given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-            if not (given.get("help") or given.get("recipe")):
-                lists = [name for name, parameter in names.items() if getattr(parameter, "multiple", False)]
-                ctx.default_map = defaults_from_config(given, lists)
         rest = super().parse_args(ctx, args)
-        if "target" in (ctx.default_map or {}):
-            ctx.params["target"] = ctx.default_map["target"]
         if not ctx.resilient_parsing:
             refuse_conflicts(ctx)
         return rest

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from specbench.export.registry import ENGINES
@@ -38,12 +37,11 @@ class Fields:
         self.names, self.without, self.defaults = names, without, defaults
 
 
-def unfolded(command: Callable[..., None], *, configured: bool) -> Callable[..., None]:
+def unfolded(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command as typer reads it, with single options in place of groups.
 
     A group is a parameter whose type is a dataclass, with fields that ``specbench.options.group`` declares. Each is an
-    option; one that holds a tuple may be repeated on the command line. A command that is ``configured`` also gets the
-    option ``--config``, which ``GroupedCommand`` reads.
+    option; one that holds a tuple may be repeated on the command line.
     """
     groups: dict[str, tuple[Any, list[Field[Any]]]] = {}
     parameters: list[Parameter] = []
@@ -61,14 +59,9 @@ def unfolded(command: Callable[..., None], *, configured: bool) -> Callable[...,
         chosen = [known[name] for name in taken.names or known]
         groups[parameter.name] = kind, chosen
         parameters += _single(kind, chosen, taken)
-    if configured:
-        config = output("--config FILE", "Defaults of options, or none. Default: ./specbench.toml.")
-        kind = Annotated[Path | None, config]
-        parameters.append(Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=kind))
 
     @wraps(command)
     def call(**values: Any) -> None:
-        values.pop("config", None)
         for name, (kind, chosen) in groups.items():
             own = {field.name: values.pop(field.name) for field in chosen}
             repeated = {

@@ -47,12 +47,7 @@ def with_cache(ctx: typer.Context, recipe: Recipe) -> Recipe:
     """Return a recipe with the default KV cache of an int8 or int4 target, unless one was chosen."""
     from specbench.models.default import with_default_cache
 
-    return recipe if is_chosen(ctx, "cache") else with_default_cache(recipe)
-
-
-def is_chosen(ctx: typer.Context, name: str) -> bool:
-    """Return whether an option is on the command line or in a configuration."""
-    return bool(given(ctx, name) or name in (ctx.default_map or {}))
+    return recipe if given(ctx, "cache") else with_default_cache(recipe)
 
 
 def row_recipe(ctx: typer.Context, row: str, asked: Recipe) -> Recipe:

@@ -11,7 +11,6 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
-from specbench.cli.policy import is_chosen
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
@@ -65,7 +64,7 @@ def sweep(
                 arguments=arguments or (),
                 decoding=decoding,
                 models=models,
-                caching=caching if is_chosen(ctx, "cache") else None,
+                caching=caching if given(ctx, "cache") else None,
                 template=template,
                 **vars(compared),
                 **vars(servers),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -15,7 +14,6 @@ from specbench.cli.progress import StageProgress
 from specbench.cli.run_job import RunJob
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_display import show_cell, show_predicted
-from specbench.config import FILE_NAME
 from specbench.results.results import load_results
 
 if TYPE_CHECKING:
@@ -90,8 +88,7 @@ def _show(job: RunJob, results: Results, *, verbose: bool) -> None:
     try:
         job.write_summary(summary, to_markdown(*said, *sheets))
     finally:
-        more = ["--config", "none"] if Path(FILE_NAME).is_file() else []
-        answers = find_answers(summary, job.recipes, more)
+        answers = find_answers(summary, job.recipes)
         said = [part for each in answers for part in answer_parts(each)]
         shown = [each if verbose else replace(each, notes=[]) for each in sheets]
         show(Console(highlight=False), *said, *shown)

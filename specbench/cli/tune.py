@@ -18,12 +18,12 @@ def tune(
     decoding: Annotated[DecodingOptions, opt.Fields("max_new_tokens", "format", max_new_tokens=48)],
     search: SearchOptions,
 ) -> None:
-    """Find the fastest drafter and draft policy for a target on this machine, and write specbench.toml.
+    """Find the fastest drafter and draft policy for a target on this machine.
 
     Drafters without a model, forms of the target itself, the named models and cascades of them are predicted from a few
     plain outputs. The promising ones are raced, prompt by prompt and in turn, until they can be told apart or the time
-    is up. Other commands read the specbench.toml; it is provisional if the time was too short to be sure. Exit code 1:
-    no configuration was found.
+    is up. The answer ends with the commands that decode and serve like the fastest; it is provisional if the time was
+    too short to be sure. Exit code 1: no configuration was found.
     """
     if search.minutes is not None and not search.minutes > 0:
         raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")

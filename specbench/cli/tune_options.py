@@ -36,15 +36,13 @@ class SearchOptions:
         "--minutes X",
         f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, or more for a slow target.",
     )
-    out: Path = _output(Path("specbench.toml"), "--out -o FILE", "File to write the configuration found to.")
-    results: Path | None = _output(
-        None, "--results FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."
+    out: Path | None = _output(
+        None, "--out -o FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."
     )
     resume: bool = _output(
         False,
         "--resume",
-        "Continue the run in --results. Without --results: the newest unfinished one of `specbench tune` in"
-        " results/.",
+        "Continue the run in --out, or the newest unfinished one of `specbench tune` in results/.",
     )
     json_output: bool = _output(False, "--json", "Print one JSON object.")
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")

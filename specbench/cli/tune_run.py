@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 import typer
 from msgspec import structs
 
-from specbench.base.errors import UsageError
-from specbench.base.files import file_errors, require_writable
 from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted, terminal_safe
@@ -21,7 +19,6 @@ from specbench.cli.console import broken, duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.run_job import RunJob
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.config import config_from_recipe, write_config
 from specbench.experiment import opened
 from specbench.recipe import Recipe
 from specbench.results import stats
@@ -50,8 +47,6 @@ def run_tune(
         typer.Exit: The search was interrupted.
     """
     start, began = load_snapshot(), perf_counter()
-    with file_errors(f"{str(asked.out)!r} cannot be written", "Give another --out.", kind=UsageError):
-        require_writable(asked.out.parent)
     base = Recipe.of_target(target, models, decoding, template)
     given, only = given_drafters(base, asked.drafter, asked.for_engine)
     with ExitStack() as stack:
@@ -61,7 +56,7 @@ def run_tune(
             experiment = Candidates(base, given, only).search(asked.prompts, asked.temperature)
             command = command_line(sys.argv[1:])
             session = stack.enter_context(
-                opened(experiment, asked.results, resume=asked.resume, command=command, progress=progress)
+                opened(experiment, asked.out, resume=asked.resume, command=command, progress=progress)
             )
             from specbench.tune.predicted import search_models
 
@@ -101,7 +96,7 @@ def _run_search(job: RunJob, search: Search, progress: StageProgress) -> TuningA
     finally:
         if not ended:
             job.say(
-                f"Measurements are in {job.folder}; to continue, run the same command with --results"
+                f"Measurements are in {job.folder}; to continue, run the same command with --out"
                 f" {shlex.quote(str(job.folder))} --resume."
             )
     answer = find_answer(search, load_results(job.folder))
@@ -111,44 +106,29 @@ def _run_search(job: RunJob, search: Search, progress: StageProgress) -> TuningA
 
 
 def _finish(job: RunJob, search: Search, answer: TuningAnswer, asked: SearchOptions) -> None:
-    """Write the configuration and the summary, and print the answer."""
+    """Write the summary, and print the answer with the commands that follow from it."""
     from specbench.show.answer import find_answers
     from specbench.show.document import to_markdown
     from specbench.show.tables import summary_sheet
-    from specbench.tune.answer import answer_parts, answer_text, as_json, fixed_gamma
+    from specbench.tune.answer import answer_parts, answer_text, as_json
 
     summary = job.summary()
     (stored,) = find_answers(summary, job.recipes)
-    recipe, gamma = job.recipes[answer.choice], fixed_gamma(search, answer.choice)
-    facts: Json = {"configuration": None}
-    lines, ending = [f"Decode:  {stored.command}"] * bool(stored.command), list[str]()
-    try:
-        config, note = config_from_recipe(recipe, provisional=answer.provisional, fixed_gamma=gamma)
-    except UsageError as error:
-        ending.append(f"note: {asked.out} is not written: {error}")
-    else:
-        hint = f"Measurements are in {str(job.folder)!r}; give another --out with --resume."
-        with file_errors(f"{str(asked.out)!r} cannot be written", hint):
-            write_config(asked.out, config)
-        facts["configuration"] = str(asked.out)
-        where = f"{asked.out}{' (provisional)' * answer.provisional}"
-        ending += [f"note: {note}"] * bool(note)
-        ending.append(
-            f"Saved: {where}, which generate, serve, sweep and check read in this folder or with --config."
-        )
+    facts: Json = {"results": str(job.folder)}
+    lines = [f"Decode:  {stored.command}"] * bool(stored.command)
     if search.race.verdict == "faster":
-        words = ("specbench", "export", str(job.folder), "--to", asked.for_engine or "vllm")
-        facts["export"] = shlex.join(words)
+        facts["export"] = shlex.join(
+            ("specbench", "export", str(job.folder), "--to", asked.for_engine or "vllm")
+        )
         other = "" if asked.for_engine else "  (or another engine)"
-        lines.append(f"Deploy:  specbench serve, or {facts['export']}{other}")
+        lines.append(f"Deploy:  specbench serve with these options, or {facts['export']}{other}")
     parts = to_markdown(*answer_parts(answer, search)), to_markdown(summary_sheet(summary))
     job.write_summary(summary, "\n\n".join(parts))
     if asked.json_output:
-        write_json({**as_json(answer, search), **facts, "results": str(job.folder)})
+        write_json({**as_json(answer, search), **facts})
     else:
         text = answer_text(answer, search, lines, verbose=asked.verbose)
         write_out(broken(terminal_safe(text), sys.stdout))
     for finding in job.session.findings:
         job.say(finding.line)
-    for line in (*ending, job.where):
-        job.say(line)
+    job.say(job.where)

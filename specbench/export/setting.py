@@ -17,7 +17,7 @@ from specbench.results.metrics import Figures
 from specbench.results.results import Results
 from specbench.results.run import find_config
 from specbench.results.summary import Summary
-from specbench.specs.drafters import DrafterSpec, Mtp, SmallModel
+from specbench.specs.drafters import DrafterSpec, Mtp
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Fixed, PolicySpec
 
@@ -108,43 +108,6 @@ class Setting:
         """The target, and the drafter's own model if it has one."""
         model = self.drafter.model_spec
         return [self.target, *([] if model is None or model.kind == "mtp" else [model])]
-
-
-def setting_of(recipe: Recipe, fixed_gamma: int | None = None) -> Setting:
-    """Return the setting of a recipe that was not measured.
-
-    Args:
-        recipe: The recipe.
-        fixed_gamma: The best fixed γ with its drafter, for engines that lack its draft policy.
-
-    Raises:
-        UsageError: The setting is plain decoding; it has no fixed γ and none is given; or its drafter is not on the hub
-            or is a head of an unknown kind.
-        RunError: A head in a folder is damaged, or the hub cannot be reached.
-    """
-    policy, part = recipe.policy, recipe.drafter.model_part
-    if recipe.drafter.is_plain or policy is None:
-        raise UsageError(
-            "The configuration decodes plainly: there is no speculation to export.", "Name a drafter in it."
-        )
-    own = policy.gamma_max if isinstance(policy, Fixed) else None
-    gamma = own or fixed_gamma
-    if gamma is None:
-        raise UsageError(
-            f"Other engines need a fixed γ, which the draft policy {policy} does not have.",
-            "Name the policy fixed:gamma=N, or export the measured run.",
-        )
-    from specbench.models.head_files import find_head
-
-    model = recipe.drafter.model_spec
-    files = None if model is None else find_head(model)
-    return Setting(
-        recipe,
-        gamma,
-        "" if own else "the best one with this drafter",
-        part.dtype if isinstance(part, SmallModel) and part.dtype != "auto" else None,
-        head=None if files is None else files.training,
-    )
 
 
 class RunSettings:

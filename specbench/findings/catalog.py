@@ -222,7 +222,6 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "tune.minutes": (
         "note", "About {minutes:more minute} would decide it: --resume --minutes {minutes}.", ""),
     "tune.unraced": ("note", "Not compared: {names:5}.", ""),
-    "tune.gamma": ("ok", "The best fixed γ with its drafter, for engines that need one, is {gamma}.", ""),
     "tune.cut": ("note", "The target is slow, so outputs were cut after {tokens:token}.", ""),
     "tune.busy": ("note", "{why} A quiet machine needs less time.", ""),
     "tune.busy-decided": (

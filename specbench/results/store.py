@@ -99,16 +99,12 @@ class RunStore:
         return store
 
     @classmethod
-    def check_empty(cls, path: str | Path, other: str = "another --out") -> None:
-        """Check that a folder holds no run; ``other`` is what to give instead.
-
-        Raises:
-            UsageError: It holds one.
-        """
+    def check_empty(cls, path: str | Path) -> None:
+        """Raise ``UsageError`` if a folder holds a run."""
         if cls.exists(path):
             raise UsageError(
                 f"The folder {str(path)!r} holds results already.",
-                f"Add --resume to continue them, or give {other}.",
+                "Add --resume to continue them, or give another --out.",
             )
 
     @classmethod

@@ -41,26 +41,23 @@ class Answer:
     details: list[str] = field(default_factory=list)
 
 
-def find_answers(
-    summary: Summary, recipes: Mapping[str, Recipe] | None = None, more: Sequence[str] = ()
-) -> list[Answer]:
+def find_answers(summary: Summary, recipes: Mapping[str, Recipe] | None = None) -> list[Answer]:
     """Return one answer per temperature.
 
     Args:
         summary: The figures of a run.
         recipes: Recipes with the paths of models, by configuration id; ``None`` for the recipes stored in the run.
-        more: Additional options of the commands.
     """
     tuning = summary.run.tuning
     stored = {row.id: row.recipe for row in summary.run.configs if row.recipe is not None}
     recipes = {**stored, **(recipes or {})}
     temperatures = list(dict.fromkeys(row.config.condition.temperature for row in summary.rows))
     if tuning is not None and tuning.answer is not None:
-        return [_Answers(summary, recipes, more, summary.rows).of_tuning(tuning.answer)]
+        return [_Answers(summary, recipes, summary.rows).of_tuning(tuning.answer)]
     found = []
     for temperature in temperatures:
         rows = [row for row in summary.rows if row.config.condition.temperature == temperature]
-        answer = _Answers(summary, recipes, more, rows).of_sweep()
+        answer = _Answers(summary, recipes, rows).of_sweep()
         if len(temperatures) > 1:
             when = "Greedy" if temperature == 0 else f"At temperature {temperature:g}"
             answer = replace(answer, headline=f"{when}: {answer.headline}")
@@ -74,7 +71,6 @@ class _Answers:
 
     summary: Summary
     recipes: Mapping[str, Recipe]
-    more: Sequence[str]
     rows: Sequence[Figures]
 
     def of_tuning(self, stored: TuningAnswer) -> Answer:
@@ -146,7 +142,7 @@ class _Answers:
         return Answer(headline, verdict, command, [*details, *self._same_outputs(row)])
 
     def _command(self, row: Figures, *, drafts: bool) -> str:
-        return generate_command(self.recipes.get(row.config.id), row.config, self.more, drafts=drafts)
+        return generate_command(self.recipes.get(row.config.id), row.config, drafts=drafts)
 
     def _same_outputs(self, row: Figures) -> Iterator[str]:
         if not math.isnan(row.identical_share.value):
@@ -236,21 +232,18 @@ def how_far_it_pays(rows: Curve, over: str = PLAIN) -> Iterator[Finding]:
     yield from (at("curve.few", row) for row in rows if sure and row not in sure)
 
 
-def generate_command(
-    recipe: Recipe | None, config: Row, more: Sequence[str] = (), *, drafts: bool = True
-) -> str:
+def generate_command(recipe: Recipe | None, config: Row, *, drafts: bool = True) -> str:
     """Return the call of ``specbench generate`` that decodes as a configuration did.
 
     Args:
         recipe: The configuration's recipe; without one the command is empty.
         config: The configuration.
-        more: Additional options, at the end of the command.
         drafts: Whether to draft like the configuration, or to decode plainly.
     """
     if recipe is None:
         return ""
     recipe = replace(recipe if drafts else recipe.plain, decoding=DecodingOptions())
-    words = [*recipe.arguments(), *more]
+    words = recipe.arguments()
     if config.condition.batch is None:
         return f'specbench generate {shlex.join(map(one_line, words))} "Your prompt"'
     words += ["--prompts", "PROMPTS.jsonl", "--batch", f"{config.condition.batch}"]

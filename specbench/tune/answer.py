@@ -85,29 +85,10 @@ def _details(search: Search) -> Iterator[Finding]:
         yield _more_time(search)
     if unraced := [*_unraced(search)]:
         yield Finding("tune.unraced", names=unraced)
-    gamma = fixed_gamma(search, race.leader)
-    if gamma is not None:
-        yield Finding("tune.gamma", gamma=gamma)
     if search.tokens is not None:
         yield Finding("tune.cut", tokens=search.tokens)
     if race.leader != race.plain and len(race.measured) > 1:
         yield Finding("holds.chosen", count=len(race.measured))
-
-
-def fixed_gamma(search: Search, choice: str) -> int | None:
-    """Return the best fixed γ with the drafter of a choice with another policy, by measurements before predictions."""
-    race, chosen = search.race, search.rows[choice]
-    if chosen.kind != "speculative" or chosen.gamma is not None:
-        return None
-    same = [
-        each for each in search.rows.values() if each.drafter == chosen.drafter and each.gamma is not None
-    ]
-    able = {*race.measured}
-    measured = [each for each in same if each.id in able]
-    if measured:
-        return max(measured, key=lambda each: race.ratio(each.id, race.plain).value).gamma
-    same = [each for each in same if each.id in search.predicted]
-    return max(same, key=lambda each: search.predicted[each.id]).gamma if same else None
 
 
 def _raced(search: Search) -> Iterator[Finding]:
