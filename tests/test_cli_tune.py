@@ -139,7 +139,7 @@ def test_what_is_printed_runs(tune, tmp_path, capsys):
     (folder,) = (tmp_path / "results").iterdir()
     assert run(["compare", f"{folder}:lookup@auto", f"{folder}:plain"]) == 0
     assert run(["export", str(folder), "--to", "mlx-lm"]) == 2
-    assert "`specbench tune --for mlx-lm` measures what it supports" in capsys.readouterr().err
+    assert "Measure one of these with `specbench sweep --drafter`" in capsys.readouterr().err
 
 
 def test_the_command_of_the_answer_names_models_as_they_were_typed(
@@ -183,24 +183,6 @@ def test_where_speculation_does_not_pay(tune, tmp_path, monkeypatch):
     assert said.out.startswith("No, speculation does not pay here: ")
     assert "Decode:  specbench generate --drafter none " in said.out
     assert "specbench export" not in said.out
-
-
-def test_for_an_engine_only_what_it_supports_is_tried(tune, tmp_path, models, capsys):
-    tune("--for", "vllm", "--drafter", "self:int8").refused(2, "vLLM does not support the drafter self:int8")
-    small = models / "small"
-    said = tune(
-        "--for", "vllm", "--drafter", small, factors={"small (int8)@1": 2.0}, drafters=drafters_to_try
-    )
-    assert said.code == 0, said.err
-    assert said.out.startswith("Yes: small (int8) γ=1, 2.00× [")
-    rows = _rows(tmp_path / "results")
-    assert {row.drafter for row in rows} == {"none", "lookup", "suffix", "small (int8)"}
-    assert {row.draft_policy.partition(":")[0] for row in rows if row.kind == "speculative"} == {"fixed"}
-    (deploy,) = (line for line in said.out.splitlines() if line.startswith("Deploy:  "))
-    words = shlex.split(deploy.removeprefix("Deploy:  specbench serve with these options, or specbench "))
-    assert words[words.index("--to") + 1] == "vllm"
-    assert run(words) == 0
-    assert '"num_speculative_tokens": 1' in capsys.readouterr().out
 
 
 def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):

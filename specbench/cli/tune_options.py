@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbench.cli.options import EngineName, drafters_field, prompts_field
-from specbench.export.registry import ENGINES
+from specbench.cli.options import drafters_field, prompts_field
 from specbench.options import DECODING, MODELS, OUTPUT, group
 
 _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
@@ -26,11 +25,6 @@ class SearchOptions:
     )
     prompts: tuple[str, ...] = prompts_field()
     temperature: float = _decoding(0.0, "--temperature -t X", "Temperature; 0 for greedy decoding.", min=0.0)
-    for_engine: EngineName | None = _option(
-        None,
-        "--for ENGINE",
-        "Only what an engine supports, so that the answer can be exported to it: " + ", ".join(ENGINES) + ".",
-    )
     minutes: float | None = _option(
         None,
         "--minutes X",

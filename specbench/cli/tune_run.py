@@ -48,12 +48,12 @@ def run_tune(
     """
     start, began = load_snapshot(), perf_counter()
     base = Recipe.of_target(target, models, decoding, template)
-    given, only = given_drafters(base, asked.drafter, asked.for_engine)
+    given = given_drafters(base, asked.drafter)
     with ExitStack() as stack:
         with starting(asked.quiet) as progress, quiet_transformers():
             from specbench.tune.loading import Candidates
 
-            experiment = Candidates(base, given, only).search(asked.prompts, asked.temperature)
+            experiment = Candidates(base, given).search(asked.prompts, asked.temperature)
             command = command_line(sys.argv[1:])
             session = stack.enter_context(
                 opened(experiment, asked.out, resume=asked.resume, command=command, progress=progress)
@@ -117,11 +117,10 @@ def _finish(job: RunJob, search: Search, answer: TuningAnswer, asked: SearchOpti
     facts: Json = {"results": str(job.folder)}
     lines = [f"Decode:  {stored.command}"] * bool(stored.command)
     if search.race.verdict == "faster":
-        facts["export"] = shlex.join(
-            ("specbench", "export", str(job.folder), "--to", asked.for_engine or "vllm")
+        facts["export"] = shlex.join(("specbench", "export", str(job.folder), "--to", "vllm"))
+        lines.append(
+            f"Deploy:  specbench serve with these options, or {facts['export']}  (or another engine)"
         )
-        other = "" if asked.for_engine else "  (or another engine)"
-        lines.append(f"Deploy:  specbench serve with these options, or {facts['export']}{other}")
     parts = to_markdown(*answer_parts(answer, search)), to_markdown(summary_sheet(summary))
     job.write_summary(summary, "\n\n".join(parts))
     if asked.json_output:

@@ -12,13 +12,11 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.export.setting import Setting, is_found, location
 from specbench.models.head_files import HEAD_KINDS
-from specbench.recipe import Recipe
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS, ModelSpec
-from specbench.specs.policies import Fixed
 
 if TYPE_CHECKING:
-    from specbench.models.training_metadata import TrainingMetadata
+    pass
 
 HEAD_TITLES = {"eagle": "EAGLE-3"} | {kind: facts.title for kind, facts in HEAD_KINDS.items()}
 """Names of the kinds of heads that results store; ``eagle`` is EAGLE-3 from ``specbench train``."""
@@ -120,14 +118,6 @@ class ExportEngine(ABC):
     def supports(self, drafter: DrafterSpec) -> bool:
         """Return whether the engine supports a drafter, ignoring trained heads."""
         return type(drafter) in self.drafters
-
-    def exports(self, drafter: DrafterSpec, head: TrainingMetadata | None = None) -> bool:
-        """Whether a drafter can be exported, with the trained head in it if there is one."""
-        try:
-            self.export(Setting(Recipe(ModelSpec("hub", "target"), drafter, Fixed()), 1, head=head))
-        except UsageError:
-            return False
-        return True
 
     def method(self, setting: Setting, otherwise: str) -> str:
         """Return the engine's name for drafting with the head of a setting, ``otherwise`` without one."""

@@ -34,9 +34,7 @@ def export_fastest(engine: ExportEngine, settings: Sequence[Setting]) -> tuple[S
             f"{engine.title} supports none of the measured drafters: {', '.join(drafters)}. Supported:"
             f" {engine.describe_drafters()}."
         )
-    raise UsageError(
-        what, f"`specbench tune --for {engine.name}` measures what it supports; or choose another engine."
-    )
+    raise UsageError(what, "Measure one of these with `specbench sweep --drafter`, or choose another engine.")
 
 
 def as_file(engine: ExportEngine, setting: Setting, export: Export, source: str) -> str:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from specbench.base.errors import UsageError
-from specbench.export.registry import load_engine
 from specbench.models.find import require_models
 from specbench.recipe import Recipe
 from specbench.results.run import Tuning
@@ -30,7 +29,7 @@ from specbench.specs.drafters import (
 from specbench.specs.policies import Auto, DynamicTree, Fixed, PolicySpec
 
 if TYPE_CHECKING:
-    from specbench.export.engine import ExportEngine
+    pass
 
 GAMMAS = (1, 2, 3, 4, 6, 8)
 """Draft lengths of the policy ``fixed``; only the one with the best prediction is raced."""
@@ -55,27 +54,21 @@ _FRONTS = [cast("Cascade", parse_drafter(f"{front}+self:int8")) for front in ("l
 # -- candidates ------------------------------------------------------------------------------------
 
 
-def given_drafters(
-    base: Recipe, drafters: Sequence[str], engine: str | None
-) -> tuple[list[DrafterSpec], ExportEngine | None]:
-    """Return drafters that the user named, and the engine that has to support all that is tried.
+def given_drafters(base: Recipe, drafters: Sequence[str]) -> list[DrafterSpec]:
+    """Return drafters that the user named.
 
     Raises:
-        UsageError: A drafter is none, cannot be predicted, or is not supported by the engine.
+        UsageError: A drafter is none, or cannot be predicted.
     """
     given = [spec for spec in map(parse_drafter, dict.fromkeys(drafters)) if not spec.is_plain]
-    only = None if engine is None else load_engine(engine)
     for spec in given:
-        if only is not None and not only.supports(spec):
-            supported = f"Supported: {only.describe_drafters()}."
-            raise UsageError(f"{only.title} does not support the drafter {spec}.", supported)
         if isinstance(spec, Several):
             raise UsageError(
                 f"The drafter {spec} cannot be predicted.", "Measure it with `specbench sweep --until sure`."
             )
         replace(base, drafter=spec).check("timing")
     require_models(base.target, *(part.model for spec in given for part in spec.models))
-    return given, only
+    return given
 
 
 def drafters_to_try(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -29,7 +29,6 @@ from specbench.tune.candidates import BLOCK_CHAIN, GAMMAS, drafters_to_try, rule
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.experiment import FolderOf
-    from specbench.export.engine import ExportEngine
     from specbench.options import ModelOptions
     from specbench.recipe import Recipe
 
@@ -41,11 +40,10 @@ _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 
 @dataclass(frozen=True)
 class Candidates:
-    """A target with the drafters to try: the given ones and others, those that ``only`` supports if it is an engine."""
+    """A target with the drafters to try: the given ones and others."""
 
     base: Recipe
     given: Sequence[DrafterSpec]
-    only: ExportEngine | None = None
 
     def search(self, prompts: Sequence[str], temperature: float) -> Experiment:
         """Return the experiment of a search on prompts."""
@@ -66,7 +64,7 @@ class Candidates:
     def opened(
         self, options: SweepOptions, folder_of: FolderOf, progress: Progress | None
     ) -> Iterator[Opened]:
-        models, only = self.base.models, self.only
+        models = self.base.models
         check_models(self.base.target, self.given, models, progress=progress)
         sources = describe_models(self.base, self.given)
         folder = folder_of(sources["target"])
@@ -81,10 +79,9 @@ class Candidates:
             """Load the drafters to try; one that does not fit into memory raises its error when it is used."""
             formatted = options.decoding.format is not None
             tried = drafters_to_try([*self.given, *own], forms, formatted=formatted)
-            tried = [each for each in tried if only is None or only.exports(each)]
             return prepare_drafters(target, tried, loader)
 
-        forms = [] if only else _own_forms(models, sum(each.numel() for each in model.parameters()))
+        forms = _own_forms(models, sum(each.numel() for each in model.parameters()))
         try:
             drafters = load(forms)
         except UsageError as error:
@@ -98,18 +95,13 @@ class Candidates:
         notes += drafter_notes(each.outcome for each in drafters)
         engine = ModelEngine(target, drafters)
         base = replace(self.base, caching=replace(self.base.caching, cache=kind))
-        exported = {each.name for each in drafters if only is None or only.exports(each.spec, each.training)}
-        rows = [row for row in engine.configs(options, base) if _is_tried(row, only, exported)]
+        rows = [row for row in engine.configs(options, base) if _is_tried(row)]
         yield Opened(engine, options, rows, folder, sources, notes)
 
 
-def _is_tried(row: Row, only: ExportEngine | None, exported: Collection[str]) -> bool:
-    """Return whether a row of the grid is raced: plain decoding, and what an engine supports of the others."""
-    if row.recipe is None or row.policy is None:
-        return row.recipe is not None
-    supported = only is None or row.policy.word in ("fixed", *only.policies)
-    gains = row.recipe.drafter.has_logits or row.policy != BLOCK_CHAIN
-    return gains and supported and row.drafter in exported
+def _is_tried(row: Row) -> bool:
+    """Return whether a row of the grid is raced: not block verification without a drafter's probabilities."""
+    return row.recipe is not None and (row.policy != BLOCK_CHAIN or row.recipe.drafter.has_logits)
 
 
 def _as_int4(part: DrafterSpec) -> DrafterSpec:
