@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -415,7 +416,13 @@ def folders(tmp_path) -> list[str]:
 def test_a_gate_decides_the_exit_code(folders, tmp_path, capsys):
     new, old = folders
     with pytest.raises(typer.Exit) as caught:
-        command([old, new], metric="speedup, tokens_per_step", worse_than="3%")
+        command([old, new], metric="speedup, tokens_per_step", worse_than="3%", junit=tmp_path / "gate.xml")
+    (suite,) = ElementTree.parse(tmp_path / "gate.xml").getroot()  # noqa: S314, our own
+    cases = {(case.get("classname"), case.get("name")): [*case] for case in suite}
+    (failure,) = cases.pop(("d γ=1", "speedup"))
+    assert re.fullmatch(r"0\.90× \[.*\] the baseline's: worse", failure.get("message", ""))
+    assert failure.tag == "failure"
+    assert cases == {("plain", "tokens_per_step"): [], ("d γ=1", "tokens_per_step"): []}
     assert caught.value.exit_code == 1
     out = capsys.readouterr().out
     assert out.startswith("Worse by more than 3%? Yes, 1 of 3 rows and figures.\n")
@@ -424,7 +431,8 @@ def test_a_gate_decides_the_exit_code(folders, tmp_path, capsys):
     command([new, old], metric="speedup", worse_than="3%", as_json=True)  # the other way round it is faster
     assert {row["verdict"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"not worse"}
     with pytest.raises(typer.Exit) as caught:
-        command([old, str(wide)], worse_than="3%")
+        command([old, str(wide)], worse_than="3%", junit=tmp_path / "wide.xml")
+    assert b'<skipped message="' in (tmp_path / "wide.xml").read_bytes()
     assert caught.value.exit_code == 3
     assert capsys.readouterr().out.startswith("Worse by more than 3%? Not known of ")
 
@@ -468,6 +476,8 @@ def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(
         ({"sides": ["new", "old"], "worse_than": "3"}, "--worse-than is '3'. Give a share such as 5%"),
         ({"sides": ["new", "old"], "worse_than": "70%"}, "--worse-than is 70%. Give 0.5% to 50%"),
         ({"sides": ["new", "old"], "metric": "speedup,alpha"}, "judged, not compared. Add --worse-than"),
+        ({"sides": ["new", "old"], "junit": Path("x.xml")}, "--junit writes judgments. Add --worse-than"),
+        ({"sides": ["new", "old"], "worse_than": "3%", "junit": Path("no/x.xml")}, "cannot be written"),
     ],
 )
 def test_bad_command_lines(folders, arguments, message):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbench.base.errors import UsageError, unknown
+from specbench.base.files import file_errors, write_bytes
 from specbench.base.textsafe import counted
 from specbench.cli.console import say, write_json, write_parts
 from specbench.cli.options import JsonOption
@@ -50,27 +51,31 @@ def compare(
             " 1: one is; 3: nobody can tell, so measure more prompts.",
         ),
     ] = None,
+    junit: Annotated[
+        Path | None, _option("--junit FILE", "Also write the judgments of --worse-than as JUnit XML.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two runs, or two rows: A / B with its 95% interval, and whether A is faster."""
     from specbench.results.compare import COMPARED, Matched, compare_runs, to_json
     from specbench.results.gate import WORDS, judge, outcome
-    from specbench.show.compare import comparison_parts
+    from specbench.show.compare import comparison_parts, to_junit
     from specbench.specs.sweeps import parse_percent
 
     if len(sides) == 2 and sides[1].endswith((".yaml", ".yml")):
-        if metric is not None or worse_than is not None:
-            raise UsageError("Published lengths are only shown.", "Leave out --metric and --worse-than.")
+        if (metric, worse_than, junit) != (None, None, None):
+            raise UsageError(
+                "Published lengths are only shown.", "Leave out --metric, --worse-than and --junit."
+            )
         return _beside_published(sides[0], Path(sides[1]), as_json=as_json)
     metrics = [*dict.fromkeys(name.strip() for name in metric.split(","))] if metric is not None else []
     for name in metrics:
         if name not in COMPARED:
             raise unknown("figure", name, COMPARED, " to compare")
     allowed = None if worse_than is None else parse_percent("--worse-than", worse_than)
-    if allowed is None and len(metrics) > 1:
-        raise UsageError(
-            "Several figures are judged, not compared.", "Add --worse-than, such as --worse-than 3%."
-        )
+    if allowed is None and (junit is not None or len(metrics) > 1):
+        what = "--junit writes judgments" if junit is not None else "Several figures are judged, not compared"
+        raise UsageError(f"{what}.", "Add --worse-than, such as --worse-than 3%.")
     (a, name_a, row_a), (b, name_b, row_b) = _opened(sides)
     if allowed is None:
         compared = compare_runs(a, b, (name_a, name_b), a=row_a, b=row_b, metric=next(iter(metrics), None))
@@ -81,6 +86,10 @@ def compare(
         write_json(to_json(compared))
     else:
         write_parts(*comparison_parts(compared))
+    if junit is not None:
+        where = f"The file {str(junit)!r} cannot be written", "Give another --junit."
+        with file_errors(*where, kind=UsageError):
+            write_bytes(junit, to_junit(compared))
     if allowed is not None and (code := EXIT_CODES[outcome(compared)]):
         raise typer.Exit(code)
 

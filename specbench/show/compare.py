@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from xml.etree import ElementTree
 
 from specbench.base.textsafe import counted
 from specbench.results import stats
@@ -86,3 +87,20 @@ def _sheet(compared: Compared, rows: Sequence[ComparedRow]) -> Sheet:
         styles={"faster": "green", "slower": "red", "not worse": "green", "worse": "red"},
         elsewhere="with --json, or on a wider terminal",
     )
+
+
+def to_junit(gate: Compared) -> bytes:
+    """Return a gate as JUnit XML, with a test case for each row: failed if it is worse, skipped if one cannot tell."""
+    tags = {"worse": "failure", "cannot tell": "skipped"}
+    suites = ElementTree.Element("testsuites")
+    name = f"specbench compare {gate.names[1]} {gate.names[0]} --worse-than {100 * (gate.worse_than or 0):g}%"
+    suite = ElementTree.SubElement(suites, "testsuite", {"name": name, "tests": str(len(gate.rows))})
+    for row in gate.rows:
+        case = ElementTree.SubElement(suite, "testcase", {"classname": row.label, "name": row.kind.name})
+        if row.outcome in tags:
+            message = (
+                f"{stats.ratio_text(row.ratio)} the baseline's: {row.outcome}{row.why and f', {row.why}'}"
+            )
+            ElementTree.SubElement(case, tags[row.outcome], {"message": message})
+    text = ElementTree.tostring(suites, encoding="unicode", xml_declaration=True)
+    return text.translate(dict.fromkeys((0xFFFE, 0xFFFF), "\ufffd")).encode()  # which XML may not contain
