@@ -125,9 +125,6 @@ PUBLIC: list[tuple[str, str, dict[str, Any], str, set[str] | str, str]] = [
      llama_head(4096, 32000, "LlamaForCausalLM", bias=True), "EAGLE-1", {"specbench", "vLLM"}, ""),
     ("vicuna-7b-v1.3", "EAGLE-LLaMA3.1-Instruct-8B",
      llama_head(4096, 128256, "LlamaForCausalLM", bias=True), "EAGLE-1", "tokens 128256", ""),
-    ("vicuna-7b-v1.3", "medusa-vicuna-7b-v1.3",
-     {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1}, "Medusa",
-     {"specbench"}, ""),
     ("Qwen3-8B", "Qwen3-8B-speculator.eagle3", speculator("eagle3", "Qwen/Qwen3-8B", TARGETS["Qwen3-8B"]),
      "EAGLE-3 head, in the format of `speculators`", {"specbench", "vLLM", "llama.cpp"}, ""),
     ("Qwen3-4B", "Qwen3-8B-speculator.eagle3", speculator("eagle3", "Qwen/Qwen3-8B", TARGETS["Qwen3-8B"]),
@@ -230,7 +227,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "another size": (medusa_settings(hidden_size=64), medusa_tensors(), "hidden states of the size 64"),
     "another size, which only tensors show": (
-        {"medusa_num_heads": 3}, {"0.0.linear.weight": eagle_tensors()["fc.weight"]}, f"should have {WIDTH} by its",
+        medusa_settings(), {"blocks.0.layers.0.weight": eagle_tensors()["fc.weight"]}, f"should have {WIDTH} by its",
     ),
     "another class": (
         speculators_settings(speculators_config={"verifier": {"architectures": ["Qwen3ForCausalLM"]}}),

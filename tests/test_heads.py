@@ -412,26 +412,13 @@ def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):
     assert passes == [4 + 2, 3 + 2]  # tokens that are new, and masks
 
 
-@pytest.mark.parametrize("form", ["vLLM", "vLLM, one projection", "authors"])
-def test_rows_of_medusa_are_those_of_the_formula(tmp_path, form):
-    shared, drafted = "one" in form, None if form == "authors" else DRAFTED
-    tensors = medusa_tensors(blocks=2, drafted=drafted)
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_medusa_are_those_of_the_formula(tmp_path, shared):
+    tensors = medusa_tensors(blocks=2, drafted=DRAFTED)
     settings = medusa_settings(num_hidden_layers=2, truncated_vocab_size=DRAFTED, original_lm_head=shared)
-    biases = torch.zeros(3, 2, WIDTH)
     if shared:
         tensors = without(tensors, "lm_heads.1.weight", "lm_heads.2.weight")
-    written = tensors
-    if form == "authors":  # the number of heads is that of the file
-        settings = {"medusa_num_heads": 5, "medusa_num_layers": 2, "base_model_name_or_path": "a/b"}
-        biases = torch.randn(biases.shape, generator=torch.Generator().manual_seed(0))
-        written = {}
-        for head, block in itertools.product(range(3), range(2)):
-            written[f"{head}.{block}.linear.weight"] = tensors[f"blocks.{head}.layers.{block}.weight"]
-            written[f"{head}.{block}.linear.bias"] = biases[head, block]
-            written[f"{head}.2.weight"] = tensors[f"lm_heads.{head}.weight"]
-    folder = write_head(tmp_path / "head", settings, written)
-    if form == "authors":
-        (folder / "model.safetensors").rename(folder / "medusa_lm_head.safetensors")
+    folder = write_head(tmp_path / "head", settings, tensors)
     drafter = drafter_of(folder, tiny_target())
     drafter.begin(CONTEXT)
     drafter.update(outcome_of(CONTEXT, (3,)))
@@ -439,7 +426,7 @@ def test_rows_of_medusa_are_those_of_the_formula(tmp_path, form):
     for head in range(3):
         x = target_states(CONTEXT[:-1], (3,))[-1, 0]
         for block in range(2):
-            inner = tensors[f"blocks.{head}.layers.{block}.weight"] @ x + biases[head, block]
+            inner = tensors[f"blocks.{head}.layers.{block}.weight"] @ x
             x = x + inner * inner.sigmoid()
         whole = torch.full((VOCAB,), float("-inf"))
         whole[tensors.get("token_map", torch.arange(VOCAB))] = (
@@ -660,6 +647,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         "a sliding window of 64 tokens"
     ),
     "no size": (speculators_settings(transformer_layer_config={}), eagle_tensors(), "its vocab_size is missing"),
+    "Medusa of its authors": ({"medusa_num_heads": 5}, {}, "it is stored as by its authors"),
     "MLP speculator": ({"model_type": "mlp_speculator"}, {}, "mlp_speculator"),
     "DFlash with a projector": (
         speculators_block_settings(projector_type="domino"), block_tensors(drafted=DRAFTED), "it has projector_type."

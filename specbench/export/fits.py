@@ -216,7 +216,7 @@ def _faults_of_tensors(
         )
         return
     inputs = {"fc.weight": (2 if head.kind == "eagle-1" else states) * width}
-    inputs |= dict.fromkeys(("0.0.linear.weight", "blocks.0.layers.0.weight"), width)
+    inputs["blocks.0.layers.0.weight"] = width
     for name, size in inputs.items():
         if (columns := shapes.get(name, (size,))[-1]) != size:
             yield f"Its {name} has {columns:,} inputs, and should have {size:,} by its config.json and this target."

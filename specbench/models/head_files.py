@@ -226,7 +226,7 @@ _TENSORS = (
     ("dspark", r"markov_head\."),
     ("peagle", r"mask_hidden"),
     ("mtp", r"mtp_layers\."),
-    ("medusa", r"(?:medusa_heads?|blocks)\.0\.|0\.0\."),
+    ("medusa", r"blocks\.0\."),
     ("eagle3", r"(?:midlayer|layers\.0)\.hidden_norm\."),
     ("dflash", r"hidden_norm\."),
     ("eagle-1", r"(?:fusion_)?fc\."),
@@ -347,7 +347,10 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "dflash2": HeadKind("DFlash 2", ("dflash2",), None, _block_layers, _odd_block, "dflash_config"),
     "dspark": HeadKind("DSpark", ("dspark",), None, _block_layers, _odd_block, "dflash_config"),
     "medusa": HeadKind(
-        "Medusa", ("medusa",), lambda files, named: named is None and "medusa_num_heads" in files.settings
+        "Medusa",
+        ("medusa",),
+        lambda files, named: named is None and "medusa_num_heads" in files.settings,
+        odd=lambda files: "it is stored as by its authors" if "medusa_num_heads" in files.settings else None,
     ),
     "mtp": HeadKind("MTP"),
     "pard": HeadKind(

@@ -175,7 +175,7 @@ def load_model(
         before_weights(ModelText(words, _context_limit(config)))
     if source.hub is not None:
         check = partial(_check_size, options, config, name)
-        source.hub.fetch_weights(check)
+        source.hub.fetch_weights(check_size=check)
     files = weight_files(folder, name)
     tensors = {key: facts for file in files for key, facts in read_header(file).items()}
     counts = Counter[torch.dtype]()

@@ -264,13 +264,13 @@ class MedusaHeads(nn.Module):
     the vocabulary may be ``shared``.
     """
 
-    def __init__(
-        self, heads: int, blocks: int, width: int, vocab: int, *, biased: bool = False, shared: bool = False
-    ) -> None:
+    def __init__(self, heads: int, blocks: int, width: int, vocab: int, *, shared: bool = False) -> None:
         super().__init__()
         self.heads = heads
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(width, width, biased) for _ in range(blocks))})
+            nn.ModuleDict(
+                {"layers": nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(blocks))}
+            )
             for _ in range(heads)
         )
         self.lm_heads = nn.ModuleList(

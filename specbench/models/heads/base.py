@@ -47,7 +47,6 @@ class HeadFormat:
     # Refuses a head that is no such head, or does not fit a target of some configuration.
     check: Callable[[HeadFiles, PreTrainedConfig], object] | None = None
     context_limit: Callable[[HeadFiles], int] | None = None  # in tokens; by default the target's
-    weights: str = ""  # name of its file of weights, without the ending, if it has one of its own
     # Reads its tensors, if these are not all in the files of weights; gets the target's number of layers.
     read: Callable[[HeadFiles, int], Tensors] | None = None
     # From the tensors of its files to `TrainedHead.tensors` and `target_tokens`.
@@ -148,8 +147,7 @@ def load_head(files: HeadFiles, target_layers: int = 0) -> TrainedHead:
 
 
 def _read_all(files: HeadFiles) -> Tensors:
-    own = files.folder / f"{FORMATS[files.kind].weights}.safetensors"
-    paths = [own] if own.is_file() else weight_files(files.folder, files.name)
+    paths = weight_files(files.folder, files.name)
     check_memory(2 * sum(path.stat().st_size for path in paths), name=files.name)
     found: Tensors = {}
     for path in paths:

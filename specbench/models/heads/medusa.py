@@ -1,4 +1,4 @@
-"""Medusa, as its authors and vLLM write it."""
+"""Medusa, as vLLM writes it, and ``specbench train``."""
 
 from __future__ import annotations
 
@@ -20,22 +20,14 @@ def _convert(files: HeadFiles, tensors: Tensors) -> tuple[Tensors, torch.Tensor 
     target_tokens = checked_tokens(files, "truncated_vocab_size", found)
     own: Tensors = {}
     for name, tensor in tensors.items():
-        plain = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
-        plain = re.sub(r"^lm_head\.", "lm_heads.0.", plain)
-        plain = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", plain)
-        plain = re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", plain)
+        plain = re.sub(r"^lm_head\.", "lm_heads.0.", name)
         if target_tokens is not None and plain.startswith("lm_heads."):
             tensor = tensor[target_tokens] if len(tensor) > len(target_tokens) else tensor
         own[plain] = tensor
     return own, target_tokens
 
 
-@register(
-    "medusa",
-    MedusaScorer,
-    convert=_convert,
-    weights="medusa_lm_head",
-)
+@register("medusa", MedusaScorer, convert=_convert)
 def _module(head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> nn.Module:
     files, tensors = head.files, dict(head.tensors)
     shared = bool(files.settings.get("original_lm_head"))
@@ -43,15 +35,13 @@ def _module(head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> n
         tensors["lm_heads.0.weight"] = head.rows(own_head, files.number("vocab_size"))
     projection = tensors.get("lm_heads.0.weight", torch.empty(1, 1))
     heads = [int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))]
-    count = files.number("num_heads", files.number("medusa_num_heads", 1))
-    blocks = "medusa_num_layers" if "medusa_num_heads" in files.settings else "num_hidden_layers"
+    count = files.number("num_heads", 1)
     with torch.device("meta"):
         module = MedusaHeads(
             1 + max(heads, default=count - 1),
-            files.number(blocks, 1),
+            files.number("num_hidden_layers", 1),
             files.number("hidden_size", projection.shape[1]),
             files.number("truncated_vocab_size", files.number("vocab_size", len(projection))),
-            biased=any(name.endswith(".bias") for name in tensors),
             shared=shared,
         )
     head.fill(module, tensors)
