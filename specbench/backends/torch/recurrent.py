@@ -61,16 +61,6 @@ def cache_argument(config: PreTrainedConfig) -> str:
     return "cache" if any("cache" in arguments for arguments in names) else "cache_params"
 
 
-def bounds_prompts(config: PreTrainedConfig) -> bool:
-    """Return whether models of this configuration bound time steps, in prompts alone.
-
-    Then another prompt cannot go on from the states of outputs.
-    """
-    if config.model_type in ("nemotron_h", "zamba2"):
-        return bool(config.time_step_min > 0)
-    return tuple(getattr(config, "time_step_limit", None) or _UNBOUNDED) != _UNBOUNDED
-
-
 def _classes(config: PreTrainedConfig) -> list[type]:
     mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     kinds = {type(config), type(config.get_text_config(decoder=True))}
