@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from stored_runs import DRAFTERS, PLAIN, PROMPTS, row_of, times, write_exact, write_run
+from test_findings import check_claims
 
 from specbench.base.errors import RunError
 from specbench.cli.report import report as command
@@ -91,7 +92,10 @@ class TestAnswer:
     def test_answers(self, tmp_path, case, snapshot):
         report = reported(tmp_path, {"plain": PLAIN} | OUTCOMES[case])
         (answer,) = report.answers
-        snapshot("\n".join([f"verdict: {answer.verdict}", answer.headline, *answer.details]))
+        text = "\n".join([answer.headline, *answer.details])
+        rivals = [name for name in OUTCOMES[case] if "@" in name and OUTCOMES[case][name] is not FAILED]
+        check_claims(text, prompts=1 if case == "one prompt" else len(PROMPTS), rivals=len(rivals))
+        snapshot(f"verdict: {answer.verdict}\n{text}")
 
     def test_the_best_of_all_stands_out(self, tmp_path):
         report = reported(

@@ -16,6 +16,7 @@ from msgspec import structs
 from regret import FakeClock
 from scripted_engine import ScriptedEngine, cost_lines, describe, grid_of, prompts, taking, verifying
 from stored_runs import run_json
+from test_findings import check_claims
 
 from specbench.base.errors import RunError
 from specbench.base.load import LoadSnapshot
@@ -377,7 +378,7 @@ TEXTS: dict[str, tuple[dict[str, Any], str, bool, list[str]]] = {
     ),
     "a rival did not load": (
         {"predicted": {"d@auto": 2.0}, "failed": {"e": "no memory."}},
-        "Yes: d auto, 2.01× [2.00, 2.02] over plain decoding. Whether it is the fastest is not known yet (prov", True,
+        "Yes: d auto, 2.01× [2.00, 2.02] over plain decoding. Others may be faster (provisional).", True,
         ["beside plain decoding alone.", "Not compared: e (failed: no memory)."],
     ),
     "a rival failed in the race": (
@@ -432,7 +433,8 @@ def test_an_answer_says_only_what_was_measured(tmp_path, case):
     said = answer_text(answer, found, (), verbose=False)
     assert said.startswith(headline)
     assert answer.provisional == provisional
-    assert [each for each in details if each not in said] == []
+    assert [detail for detail in details if detail not in said] == []
+    check_claims(said, prompts=len(sweep.prompts), rivals=len(found.race.measured))
 
 
 def undecided(folder: Path, clock: FakeClock) -> tuple[Search, Sweep]:

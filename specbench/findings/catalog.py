@@ -11,13 +11,15 @@ another plural stands after a bar. Text of models and servers becomes one line t
 
 from __future__ import annotations
 
+import math
 import string
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import counted, listed, one_line
-from specbench.results.stats import ratio_text
+from specbench.results.stats import decimals, ratio_text
 
 Severity = Literal["problem", "warning", "note", "ok"]
 """``note`` changes no conclusion, ``warning`` may, ``problem`` does."""
@@ -69,8 +71,10 @@ class _Formatter(string.Formatter):
             return ratio_text(value)
         if isinstance(value, list | tuple):
             return listed([one_line(each) for each in value], int(spec or len(value)))
-        if isinstance(value, int) and spec[:1].isalpha() and spec[1:]:
-            return counted(value, *spec.split("|"), form=",")
+        if isinstance(value, Integral) and spec[:1].isalpha() and spec[1:]:
+            return counted(int(value), *spec.split("|"), form=",")
+        if isinstance(value, float) and not math.isfinite(value):
+            return decimals(value)
         return format(one_line(value) if isinstance(value, str) else value, spec)
 
 
@@ -78,6 +82,7 @@ _FORMATTER = _Formatter()
 
 _MORE_MEMORY = "Use a smaller model or a narrower dtype, or close other programs."
 _DIFFER = "{what}: tokens differ from {over} in {number} of {cases:case}, first at token {place} of {prompt} ({label})"
+_SAME = "{share} of the outputs are token for token those of {over}"
 _UNBIASED = "If it passes without speculation, its drafts are the cause."
 _NOT_DRAFTS = "Another model, chat template or setting of sampling is the cause, whatever the drafts do"
 _NO_DRAFT = "Check its log for the draft model: it may not be loaded, or not fit the target's vocabulary."
@@ -105,7 +110,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "stopped": (
         "warning", "The process was stopped and continued (SIGSTOP, Ctrl-Z) {when}.",
         "Do not stop it while it measures: the pause is included in these times."),
-    "hardly-disturbed": ("note", "{kind} {when}: too few to change a conclusion.", "Nothing to do."),
+    "hardly-disturbed": ("note", "{kind} {when}: too few to change a conclusion.", ""),
     # -- the figures of a run ------------------------------------------------------------------------
     "unfinished.sweep": (
         "warning", "The sweep is not finished: it has {measured} of {planned:generation}.",
@@ -199,8 +204,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     # -- tune ----------------------------------------------------------------------------------------
     "tune.yes": ("ok", "Yes: {name}, {speedup} over plain decoding.", ""),
     "tune.yes-provisional": (
-        "note", "Yes: {name}, {speedup} over plain decoding. Whether it is the fastest is not known yet (provisional).",
-        ""),
+        "note", "Yes: {name}, {speedup} over plain decoding. Others may be faster (provisional).", ""),
     "tune.no": ("ok", "No, speculation does not pay here: {name} is {speedup} over plain decoding.", ""),
     "tune.equal": ("ok", "No, speculation gains less than 5% here: {name} is {speedup} over plain decoding.", ""),
     "tune.open": ("note", "Not known yet: the provisional choice is {name}, {speedup} over plain decoding.", ""),
@@ -227,6 +231,13 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "tune.busy-decided": (
         "note", "{why} Candidates were measured in turn and corrected for disturbances of single generations, so the"
         " choice stands; the figures are those of a busy machine.", ""),
+    "same.all": ("ok", "Outputs are token for token those of {over}.", ""),
+    "same.ties": (
+        "ok", f"{_SAME}; the others differ only where two tokens tie within the rounding of {{dtype}}, which was"
+        " checked: either is the target's own choice.", ""),
+    "same.beyond": ("note", f"{_SAME}; rounding does not explain all others: see the warnings.", ""),
+    "same.unchecked": ("note", f"{_SAME}; the end of a sweep checks whether rounding explains the others.", ""),
+    "same.server": ("note", f"{_SAME}; `specbench check --outputs` tells whether rounding explains the others.", ""),
     # -- check: does a server sample without bias? ----------------------------------------------------
     "server.early": ("note", "Too few positions: no round of answers is complete ({counts}).", ""),
     "server.undrafted": ("note", "Too few positions: hardly anything was drafted ({counts}).", ""),

@@ -10,6 +10,7 @@ from typing import Any
 from specbench.base.record import BASELINE, Estimate
 from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
+from specbench.findings.catalog import Finding
 from specbench.results import stats
 from specbench.results.acceptance import positions
 from specbench.results.metrics import METRICS, PERCENTILES, Figures
@@ -94,20 +95,13 @@ def identity_text(rows: Sequence[Figures], dtype: str | None, over: str = PLAIN)
         over: Name of the baseline.
     """
     shares = sorted(row.identical_share.value for row in rows)
-    if shares[0] == 1:
-        return f"Outputs are token for token those of {over}."
     several = f" to {_percent(shares[-1])}" if shares[-1] > shares[0] else ""
-    share = f"{_percent(shares[0])}{several} of the outputs are token for token those of {over}"
-    if rows[0].difference == "ties":
-        return (
-            f"{share}; the others differ only where two tokens tie within the rounding of"
-            f" {one_line(dtype or 'bfloat16')}, which was checked: either is the target's own choice."
-        )
-    if rows[0].difference == "beyond rounding":
-        return f"{share}; rounding does not explain all others: see the warnings."
-    if over != PLAIN:
-        return f"{share}; `specbench check --outputs` tells whether rounding explains the others."
-    return f"{share}; the end of a sweep checks whether rounding explains the others."
+    names = {"ties": "same.ties", "beyond rounding": "same.beyond"}
+    name = names.get(str(rows[0].difference), "same.unchecked" if over == PLAIN else "same.server")
+    share = f"{_percent(shares[0])}{several}"
+    return Finding(
+        "same.all" if shares[0] == 1 else name, share=share, over=over, dtype=dtype or "bfloat16"
+    ).text
 
 
 def _means_differ(row: Figures) -> bool:
