@@ -17,8 +17,14 @@ from specbench.decoding.protocols import top
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verify import Verification
 
-_FEW_TOKENS = 3
-"""Size of the reduced vocabulary of an enumeration."""
+_PAIRS = (
+    ((0.4, 0.5, 0.1), (0.2, 0.1, 0.7)),
+    ((0.2, 0.7, 0.1), (0.6, 0.1, 0.3)),
+    ((0.4, 0.6, 0.0), (0.1, 0.3, 0.6)),
+)
+"""p and q over three tokens: after the context, and in the next pair after the first token. Where (p - q)₊ had a single
+token, it would hide what follows a rejection.
+"""
 
 
 def total_variation(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -28,10 +34,11 @@ def total_variation(first: torch.Tensor, second: torch.Tensor) -> float:
     return 1.0 if math.isnan(distance) else distance
 
 
-def likely_tokens(p: torch.Tensor, q: torch.Tensor) -> list[int]:
-    """Return three of the most probable tokens of two distributions, [vocab] each, including the best of each."""
-    ranked = [int(p.argmax()), int(q.argmax()), *(p + q).topk(min(_FEW_TOKENS, len(p))).indices.tolist()]
-    return list(dict.fromkeys(ranked))[:_FEW_TOKENS]
+def method_error(verification: Verification, *, certain: bool) -> float:
+    """Return the largest ``enumeration_error`` for several p and q."""
+    rows = torch.tensor([*_PAIRS, _PAIRS[0]])  # [pairs, p or q, tokens]
+    pairs = [(rows[i : i + 2, 0], rows[i : i + 2, 1]) for i in range(len(_PAIRS))]
+    return max(enumeration_error(verification, p, q, certain=certain) for p, q in pairs)
 
 
 def enumeration_error(

@@ -166,7 +166,8 @@ def _details(result: DecodingCheck, dtype: str, piece: Piece | None) -> Iterator
 def _biases(result: DecodingCheck) -> Iterator[str]:
     places = [place for case in result.exact for place in case.positions if not place.sound]
     for place in sorted(places, key=lambda place: -place.error):
-        step = "the first token" if place.step is None else f"step {place.step}, position {place.position}"
+        of_none = "the first token" if place.kind == "first" else "all steps"
+        step = of_none if place.step is None else f"step {place.step}, position {place.position}"
         yield f"exact: {place.prompt}, {step} ({place.kind}): total variation from p {place.error:.3g}"
 
 
