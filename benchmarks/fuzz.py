@@ -79,17 +79,9 @@ RULES = (
     "heuristic", "heuristic:max=9",
 )  # fmt: skip
 FREE = (
-    "lookup",
-    "lookup:n=any",
-    "lookup:min=2",
-    "ngram",
-    "ngram:top-k=2",
-    "ngram:order=2",
-    "ngram:keep",
-    "ngram:min=2",
-    "suffix",
-    "suffix:n=3,keep",
-)
+    "lookup", "lookup:n=any", "lookup:min=2", "ngram", "ngram:top-k=2", "ngram:order=2", "ngram:keep", "ngram:min=2",
+    "suffix", "suffix:n=3,keep",
+)  # fmt: skip
 HEADS = {
     "eagle3": (
         head_files.speculators_settings((0, 1, 1), vocab=VOCABULARY, speculators_config={}),
@@ -680,25 +672,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.cases == 1:
             print(draw(number, given.models))
         for seen in run_number(number, findings, given.models):
-            total.update(
-                tokens=seen.tokens, accepted=seen.accepted, ties=seen.ties, batched=seen.batched,
-                enumerated=seen.enumerated,
-            )  # fmt: skip
-            refused.update(seen.refused)
+            counts = vars(seen)
+            refused.update(counts.pop("refused"))
+            total.update(counts)
         cases += 1
     for message, times in refused.most_common():
         print(f"{times:6} refused: {message}")
-    print(
-        json.dumps(
-            {
-                "benchmark": "fuzz",
-                "cases": cases,
-                **total,
-                "refused": refused.total(),
-                "findings": len(findings),
-            }
-        )
-    )
+    result = {
+        "benchmark": "fuzz",
+        "cases": cases,
+        **total,
+        "refused": refused.total(),
+        "findings": len(findings),
+    }
+    print(json.dumps(result))
     return int(bool(findings))
 
 

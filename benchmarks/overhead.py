@@ -1,7 +1,7 @@
 """Measure the cost of the loop itself, with models of zero cost.
 
     python benchmarks/overhead.py                      # about a minute
-    python benchmarks/overhead.py --dtype float32 --gammas 4 --vocabularies 50000
+    python benchmarks/overhead.py --gammas 4 --vocabularies 50000
 
 The real loop with the real model drafter runs over models that return slices of a table of logits. First table: µs
 per step and per token, and the unavoidable operations over the vocabulary: in greedy decoding an argmax per draft and
@@ -103,7 +103,7 @@ class TableScorer:
         self.cache.rollback(length)
 
 
-def tables(gamma: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(gamma: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits of a target and a drafter that agree on every argmax and mostly in sampling: [γ + 1, vocab]."""
     generator = torch.Generator().manual_seed(vocabulary)
     target = torch.randn(gamma + 1, vocabulary, generator=generator) * 2.0
@@ -111,7 +111,7 @@ def tables(gamma: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tenso
     target.scatter_(-1, best, 12.0)
     drafter = target + 0.3 * torch.randn(gamma + 1, vocabulary, generator=generator)
     drafter.scatter_(-1, best, 12.0)
-    return target.to(dtype), drafter.to(dtype)
+    return target.bfloat16(), drafter.bfloat16()
 
 
 def steps(
@@ -205,9 +205,9 @@ def floor(mode: str, target: torch.Tensor, drafter: torch.Tensor, seconds: float
 # --- The two tables -------------------------------------------------------------------------------
 
 
-def measure(mode: str, gamma: int, vocabulary: int, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
+def measure(mode: str, gamma: int, vocabulary: int, seconds: float) -> dict[str, Any]:
     """Return one line of the first table."""
-    target, drafter = tables(gamma, vocabulary, dtype)
+    target, drafter = tables(gamma, vocabulary)
     run = steps(
         TableScorer(target),
         ModelDrafter(TableScorer(drafter), "table") if gamma else NoDraft(),  # type: ignore[arg-type]
@@ -240,11 +240,9 @@ def measure(mode: str, gamma: int, vocabulary: int, dtype: torch.dtype, seconds:
     }
 
 
-def measure_growth(
-    name: str, mode: str, lengths: Sequence[int], dtype: torch.dtype, seconds: float
-) -> dict[str, Any]:
+def measure_growth(name: str, mode: str, lengths: Sequence[int], seconds: float) -> dict[str, Any]:
     """Return one line of the second table: γ = 4, 1,000 tokens of vocabulary."""
-    target, drafter = tables(4, 1000, dtype)
+    target, drafter = tables(4, 1000)
     taken = []
     generator = torch.Generator().manual_seed(0)
     for length in lengths:
@@ -261,9 +259,9 @@ def measure_growth(
     return {"drafter": name, "mode": mode, "contexts": list(lengths), "step_us": figures}
 
 
-def measure_tree(rule: str, vocabulary: int, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
+def measure_tree(rule: str, vocabulary: int, seconds: float) -> dict[str, Any]:
     """Return one line of the third table."""
-    target, drafter = tables(NODES, vocabulary, dtype)
+    target, drafter = tables(NODES, vocabulary)
     runs = [
         steps(
             TableScorer(target),
@@ -292,19 +290,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gammas", nargs="+", type=int, default=[0, 1, 2, 4, 8, 16])
     parser.add_argument("--vocabularies", nargs="+", type=int, default=[1000, 50_000, 262_144])
     parser.add_argument("--contexts", nargs="*", type=int, default=[100, 1000, 8000, 32_000])
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the logits")
     parser.add_argument("--seconds", type=float, default=0.8, help="per line of the first table")
     given = parser.parse_args(arguments)
-    dtype: torch.dtype = getattr(torch, given.dtype)
 
-    print(f"logits in {given.dtype}, {torch.get_num_threads()} threads\n")
+    print(f"logits in bfloat16, {torch.get_num_threads()} threads\n")
     print(f"{'':10}{'vocabulary':>10} {'γ':>3} {'µs/step':>9} {'µs/token':>9} {'cannot avoid':>12} {'limit':>9}"
           f"   {'draft':>8} {'verify':>7} {'accept':>8} {'other':>7}")  # fmt: skip
     lines = []
     for mode in ("greedy", "sampling"):
         for vocabulary in given.vocabularies:
             for gamma in given.gammas:
-                line = measure(mode, gamma, vocabulary, dtype, given.seconds)
+                line = measure(mode, gamma, vocabulary, given.seconds)
                 lines.append(line)
                 print(
                     f"{mode:10}{vocabulary:10,} {gamma:3} {line['step_us']:9,.0f} {line['token_us']:9,.0f} "
@@ -319,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
               + " ".join(f"{length:>8,}" for length in given.contexts))  # fmt: skip
         for mode in SAMPLINGS:
             for name in ("none", "model", "lookup", "ngram") if mode != "greedy, penalty" else ("model",):
-                line = measure_growth(name, mode, given.contexts, dtype, given.seconds / 4)
+                line = measure_growth(name, mode, given.contexts, given.seconds / 4)
                 growth.append(line)
                 figures = " ".join(f"{each:8,.0f}" for each in line["step_us"])
                 print(f"{name + ', ' + mode:62} {figures}", flush=True)
@@ -329,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trees = []
     for rule in (f"static-tree:nodes={NODES}", f"dynamic-tree:nodes={NODES}"):
         for vocabulary in given.vocabularies:
-            line = measure_tree(rule, vocabulary, dtype, given.seconds)
+            line = measure_tree(rule, vocabulary, given.seconds)
             trees.append(line)
             print(
                 f"{rule:28} {vocabulary:10,} {line['nodes']:5.0f} {line['chain_us']:9,.0f} {line['tree_us']:9,.0f} "
@@ -337,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 flush=True,
             )
     held_to = [line for line in lines if line["vocabulary"] == 50_000]
-    print(json.dumps({"benchmark": "overhead", "dtype": given.dtype, "threads": torch.get_num_threads(),
+    print(json.dumps({"benchmark": "overhead", "threads": torch.get_num_threads(),
                       "within_goals_at_50000": all(line["within"] for line in held_to) if held_to else None,
                       "steps": lines, "growth": growth, "trees": trees}))  # fmt: skip
     return 0

@@ -124,20 +124,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code."""
     parser = parts.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cache", default="dynamic", choices=get_args(CacheKind)[:2])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 4096], metavar="N")
     parser.add_argument("--rounds", type=int, default=20)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark and return the exit code."""
-    result = measure(parse(arguments))
+    result = measure(parser.parse_args(arguments))
     for name, value in result.items():
         print(f"{name:24} {value}")
     print(json.dumps(result))

@@ -195,18 +195,9 @@ def mark(name: str) -> None:
     figure = plt.figure(figsize=(width / 100, height / 100), dpi=100)
     figure.figimage(picture)
     circle = {"boxstyle": "circle", "facecolor": "#222222", "edgecolor": "white"}
+    style: dict[str, Any] = {"color": "white", "size": 14, "weight": "bold", "ha": "center", "va": "center"}
     for number, (x, y) in enumerate(places, 1):
-        figure.text(
-            x,
-            1 - y,
-            str(number),
-            color="white",
-            size=14,
-            weight="bold",
-            ha="center",
-            va="center",
-            bbox=circle,
-        )
+        figure.text(x, 1 - y, str(number), bbox=circle, **style)
     figure.savefig(FOLDER / f"{name}.png", pil_kwargs={"optimize": True})
 
 

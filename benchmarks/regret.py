@@ -340,18 +340,6 @@ def over_scatter(folders: Sequence[Path], times: int) -> Iterator[dict[str, Any]
 # --- All of it ------------------------------------------------------------------------------------
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--simulated", type=int, metavar="N", help="number of races over made-up speeds")
-    parser.add_argument(
-        "--spreads", type=Path, nargs="+", metavar="RUN", help="over the scatter of these runs"
-    )
-    return parser.parse_args(arguments)
-
-
 def _spread(given: argparse.Namespace) -> int:
     """Run races over scatter and return the exit code."""
     rows = []
@@ -381,7 +369,14 @@ def _spread(given: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
-    given = parse(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--simulated", type=int, metavar="N", help="number of races over made-up speeds")
+    parser.add_argument(
+        "--spreads", type=Path, nargs="+", metavar="RUN", help="over the scatter of these runs"
+    )
+    given = parser.parse_args(arguments)
     if given.spreads:
         return _spread(given)
     if not given.simulated:

@@ -184,29 +184,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cost", choices=[*COSTS], nargs="+", default=[*COSTS], help="curves of the target's times"
     )
-    parser.add_argument("--acceptance", choices=[*ACCEPTANCE], nargs="+", default=[*ACCEPTANCE])
-    parser.add_argument("--drafter", choices=[*DRAFTERS], nargs="+", default=[*DRAFTERS])
     given = parser.parse_args(arguments)
     found: list[tuple[float, float]] = []
-    for names in itertools.product(given.cost, given.acceptance, given.drafter):
+    for names in itertools.product(given.cost, ACCEPTANCE, DRAFTERS):
         situation = Situation(*names)
         of_plain, of_best = situation.shares()
         found.append((of_plain, of_best))
         if of_best < GOAL:
             print(f"{of_plain:.3f} of plain, {of_best:.3f} of the best fixed length: {situation}", flush=True)
     plain, best = zip(*found, strict=True)
-    print(
-        json.dumps(
-            {
-                "benchmark": "situations",
-                "situations": len(found),
-                "below_plain": sum(each < GOAL for each in plain),
-                "below_best": sum(each < GOAL for each in best),
-                "worst_of_plain": round(min(plain), 3),
-                "worst_of_best": round(min(best), 3),
-            }
-        )
-    )
+    result = {
+        "benchmark": "situations",
+        "situations": len(found),
+        "below_plain": sum(each < GOAL for each in plain),
+        "below_best": sum(each < GOAL for each in best),
+        "worst_of_plain": round(min(plain), 3),
+        "worst_of_best": round(min(best), 3),
+    }
+    print(json.dumps(result))
     return int(min(best) < GOAL)
 
 
