@@ -189,16 +189,11 @@ def test_what_is_not_bit_exact_says_so():
 # -- rounded targets ---------------------------------------------------------------------------------
 
 
-def bit_exact_target(rounded: QuantizedName) -> Target:
+@pytest.mark.parametrize(("rounded", "spec"), [("int8", "lookup"), ("int4", "lookup+self:layers=1")])
+def test_drafts_change_nothing_of_a_rounded_targets_output(rounded, spec):
     target = rounded_target(grouped_llama(2, torch.bfloat16), rounded)
     if not target.bit_exact:
         pytest.skip(target.widths_differ or "activations are not rounded here")
-    return target
-
-
-@pytest.mark.parametrize(("rounded", "spec"), [("int8", "lookup"), ("int4", "lookup+self:layers=1")])
-def test_drafts_change_nothing_of_a_rounded_targets_output(rounded, spec):
-    target = bit_exact_target(rounded)
     for prompt in ([5, 6, 7] * 4, list(range(40)), [9] * 30):
         plain = speculative_generate(prompt, target, None, max_new_tokens=40)
         for gamma in (1, 5, 12):

@@ -153,16 +153,6 @@ def test_hooks_are_called(hook, name, first):
     assert [choice(target, drafter) for drafter in drafters] == [without] * 3
 
 
-def test_hooks_hold_in_a_self_drafter_too():
-    model = plain_model()
-    target = wrap_target(model, name="hooked")
-    drafter = load_drafter("self:layers=3", target)
-    for name in ("model.layers.0.mlp", f"{LAYER}.self_attn.q_proj"):
-        turn_output(model.get_submodule(name))
-    run = speculative_generate(CONTEXT[:30], target, drafter, gamma=3, max_new_tokens=14, ignore_eos=True)
-    assert all(step.accepted == len(step.drafted) for step in run.steps)
-
-
 CHANGES = ("data", "parameter", "module", "mlp", "forward", "head")
 
 

@@ -139,33 +139,24 @@ def panels_of(form: Any, weight: torch.Tensor) -> native.Panels:
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_products_are_those_of_the_weights_and_rows_as_they_are_rounded(form, level):
+    """A row has the same bits among any others."""
     choice = random.Random(0)
     shapes = [(choice.randint(1, 150), choice.randint(1, 300)) for _ in range(4)]
-    for outputs, inputs in (*shapes, (128, 64), (33, 96), (70, 2100)):
+    for outputs, inputs in (*shapes, (128, 64), (33, 96), (70, 2100), (190, 1100)):
         draw = torch.Generator().manual_seed(inputs)
-        weight = torch.randn(outputs, inputs, generator=draw)
+        weight, x = torch.randn(outputs, inputs, generator=draw), torch.randn(300, inputs, generator=draw)
         panels = panels_of(form, weight)
         exact = panels.product(torch.eye(inputs)).T
-        assert relative(exact, weight) < (
-            1e-6 if form is torch.float32 else 0.2 if panels.bits == 4 else 0.01
-        )
-        for rows in (1, 2, 5, 6, 7, 13, choice.randint(14, 60)):
-            x = torch.randn(rows, inputs, generator=draw)
-            rounded = x if panels.bits > 8 else rows_in_bytes(x)
-            if 8 < panels.bits <= 16 and level == 4:
-                rounded = x.bfloat16()
-            error = relative(panels.product(x), rounded.double() @ exact.double().T)
-            assert error < (1e-4 if panels.bits <= 8 else 1e-6)
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_row_of_a_product_has_the_same_bits_among_any_others(form, level):
-    weight = torch.randn(190, 1100, generator=torch.Generator().manual_seed(0))
-    x = torch.randn(300, 1100, generator=torch.Generator().manual_seed(1))
-    product = panels_of(form, weight).product
-    one_by_one = torch.cat([product(row) for row in x.split(1)])
-    for width in (*range(2, 15), 31, 32, 33, 43, 300):
-        assert torch.equal(product(x[:width]), one_by_one[:width])
+        loss = 1e-6 if form is torch.float32 else 0.2 if panels.bits == 4 else 0.01
+        assert relative(exact, weight) < loss
+        rounded = x if panels.bits > 8 else rows_in_bytes(x)
+        if 8 < panels.bits <= 16 and level == 4:
+            rounded = x.bfloat16()
+        one_by_one = torch.cat([panels.product(row) for row in x.split(1)])
+        error = relative(one_by_one, rounded.double() @ exact.double().T)
+        assert error < (1e-4 if panels.bits <= 8 else 1e-6)
+        for width in (*range(2, 15), 31, 32, 33, 43, 300):
+            assert torch.equal(panels.product(x[:width]), one_by_one[:width])
 
 
 def test_groups_in_4_bits_get_the_scale_with_the_least_error():
@@ -232,16 +223,14 @@ def test_halves_in_12_bits_are_the_same_to_the_bit(outputs, inputs, level):
             assert torch.equal(short.product(x.bfloat16(), bias), rounded)
 
 
-def test_numbers_of_too_many_sizes_are_not_shortened():
-    powers = torch.randint(-60, 60, (128, 64), generator=torch.Generator().manual_seed(0))
-    assert native.Panels.shorten_bfloat16((2.0**powers).bfloat16()) is None
-    assert PackedLinear((2.0**powers).bfloat16(), None).weight.equal((2.0**powers).bfloat16())
-
-
-def test_where_all_orders_look_alike_none_is_taken():
-    assert numbers(torch.randn(128, 96)).width % 8 == 0
-    assert PackedLinear(torch.zeros(128, 96), None).panels is None
+def test_what_has_no_panels():
+    """Numbers of too many sizes are not shortened, and where all of oneDNN's orders look alike, none is taken."""
+    powers = (2.0 ** torch.randint(-60, 60, (128, 64), generator=torch.Generator().manual_seed(0))).bfloat16()
+    assert native.Panels.shorten_bfloat16(powers) is None
+    assert PackedLinear(powers, None).weight.equal(powers)
     weight = torch.randn(128, 96)
+    assert numbers(weight).width % 8 == 0
+    assert PackedLinear(torch.zeros(128, 96), None).panels is None
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 5)
     assert native.Panels.from_onednn(packed, weight) is not None
     assert native.Panels.from_onednn(packed, weight.roll(1)) is None

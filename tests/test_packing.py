@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from test_native import relative
 from test_zoo import USUAL
 from test_zoo import VOCABULARY as VOCAB
 from tiny import quantized_copy
@@ -57,10 +58,6 @@ def logits(model: Any) -> torch.Tensor:
     return out
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
 @pytest.fixture(params=["native", "packed", "fallback"])
 def _with_and_without_operators(request, monkeypatch):
     if request.param != "native":
@@ -87,7 +84,7 @@ def test_a_layer_is_close(kind, close, inputs, outputs, dtype):
         x = random_rows(*shape, inputs, dtype=dtype)
         found, expected = made(x), layer(x)
         assert (found.dtype, found.shape) == (dtype, expected.shape)
-        assert relative_error(found, expected) < close + LOOSE[dtype]
+        assert relative(found, expected) < close + LOOSE[dtype]
     assert made(torch.empty(0, inputs, dtype=dtype)).shape == (0, outputs)
 
 
@@ -132,7 +129,7 @@ def test_a_model_of_such_layers_computes_the_same(replace, close, tied):
     expected = logits(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert replace(model)
-    assert relative_error(logits(model), expected) < close
+    assert relative(logits(model), expected) < close
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert model.get_output_embeddings().weight.shape[0] == VOCAB
     assert model.dtype == torch.float32
@@ -178,9 +175,7 @@ def test_a_packed_model_is_saved_as_it_was(options, dtype, tmp_path):
     assert target.packed
 
     def same(found: dict[str, torch.Tensor]) -> bool:
-        return list(found) == list(weights) and all(
-            torch.equal(found[each], weights[each]) for each in weights
-        )
+        return list(found) == list(weights) and all(map(torch.equal, found.values(), weights.values()))
 
     assert same(model.state_dict())
     own = model.model.layers[1].self_attn.k_proj.state_dict()
@@ -236,7 +231,7 @@ def test_layers_that_read_the_same_input_are_one_product(replace, dtype, monkeyp
     whole = join.layer.forward
     monkeypatch.setattr(join.layer, "forward", lambda x: products.append(x) or whole(x))
     for x, wanted in zip(inputs, expected, strict=True):
-        assert relative_error(model(x).float(), wanted.float()) < 0.02
+        assert relative(model(x).float(), wanted.float()) < 0.02
     assert len(products) == 3
     assert join._input is None, "an input is kept beyond its pass"
     monkeypatch.undo()
@@ -247,7 +242,7 @@ def test_layers_that_read_the_same_input_are_one_product(replace, dtype, monkeyp
         assert all(torch.equal(a.weight, b) for a, b in zip(model.children(), weights, strict=True))
         int8: Any = quantized_copy(model)
         assert {type(layer.layer) for layer in int8.children()} == {Int8Linear}
-        assert relative_error(int8(inputs[1]).float(), expected[1].float()) < 0.02
+        assert relative(int8(inputs[1]).float(), expected[1].float()) < 0.02
 
 
 class Sharing(nn.Module):
@@ -275,7 +270,7 @@ def test_shared_layers_stay_shared(replace, kind):
     assert replace(model)
     assert model.first is model.again is model.below[0]
     assert type(model.first) is kind
-    assert relative_error(model(random_rows(3, 4)), expected) < 0.02
+    assert relative(model(random_rows(3, 4)), expected) < 0.02
 
 
 # -- int8 layers ----------------------------------------------------------------------------------
@@ -288,7 +283,7 @@ def test_channels_of_any_size_are_close_and_zeros_stay_zeros(quantized):
     layer.weight *= torch.tensor([1e-6, 1e-3, 1.0, 1e3, 1e6, 0.0, 1.0, 1.0])[:, None]
     found, expected = quantized(layer.weight, None)(x), layer(x)
     for channel in (0, 1, 2, 3, 4, 6, 7):
-        error = relative_error(found[:, channel], expected[:, channel])
+        error = relative(found[:, channel], expected[:, channel])
         assert error < (0.02 if quantized is Int8Linear else 0.2)
     assert found[:, 5].count_nonzero() == 0
     layer = linear(6, 4, True)
@@ -309,7 +304,7 @@ def test_sums_do_not_overflow_without_vnni(monkeypatch):
     quick = Int8Linear(layer.weight, layer.bias)
     for scale in (1.0, 1e-3):
         x = torch.full((3, 96), scale)
-        assert relative_error(quick(x), layer(x)) < 0.02
+        assert relative(quick(x), layer(x)) < 0.02
 
 
 # -- copies ---------------------------------------------------------------------------------------
