@@ -87,7 +87,6 @@ FAMILIES = {
         },
         {"first_k_dense_replace": 0},
     ),
-    "step": Family("qwen3", {**_APPENDED, "block": "model.layers.M.transformer"}),
     "mimo": Family("qwen2", _MIMO, hidden_first=True),
     "qwen3-next": Family(
         "qwen3_next",

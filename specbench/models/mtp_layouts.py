@@ -71,17 +71,13 @@ _LAYERNORMS = {
 }
 
 _DEEPSEEK = Layout(
-    "DeepSeek-V3, GLM-4.5, Step",
+    "DeepSeek-V3, GLM-4.5",
     re.compile(r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(?P<layer>\d+)\.(?P<part>.+)"),
     {
         **_SAME,
         "shared_head.norm.": "norm.",
         "shared_head.head.": "lm_head.",
-        "shared_head.output.": "lm_head.",
-        "transformer.shared_head.norm.": "norm.",
-        "transformer.shared_head.output.": "lm_head.",
         "embed_tokens.": None,
-        "transformer.": BLOCK,
     },
     appended=True,
 )

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specbench.backends.torch.head_scorers import EagleScorer
 from specbench.backends.torch.mtp import build_mtp_layer
@@ -77,12 +76,8 @@ def _module(head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> n
     block = {name.removeprefix(BLOCK): part.pop(name) for name in [*part] if name.startswith(BLOCK)}
     try:
         with quiet_transformers():
-            layer = build_mtp_layer(
-                _config(head.files, target),
-                block,
-                final_norm="norm.weight" in part,
-                hidden_first=found.layout.hidden_first,
-            )
+            norm, first = "norm.weight" in part, found.layout.hidden_first
+            layer = build_mtp_layer(target, block, final_norm=norm, hidden_first=first)
     except Exception as error:  # what configurations, converters and shapes raise in there
         reason = excerpt(error).rstrip(".")
         raise UsageError(f"The MTP layer of {head.name} cannot be used: {reason}.", _OTHER) from error
@@ -94,13 +89,3 @@ def _module(head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> n
     part |= {f"{BLOCK}{name}": tensor for name, tensor in layer.layers[0].state_dict().items()}
     head.fill(layer, part)
     return layer
-
-
-def _config(files: HeadFiles, target: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the layer: the target's, unless it is of another class."""
-    settings = files.layer_settings
-    named = settings.get("model_type")
-    if named in (None, text_config(target).model_type) or named not in CONFIG_MAPPING:
-        return target
-    config: PreTrainedConfig = CONFIG_MAPPING[named](**settings)
-    return config
