@@ -16,7 +16,7 @@ HINT = "Check its spelling: a hub id is org/name or org/name@revision, and a fol
 _SMALL_FILES = (
     "config.json", "generation_config.json", ADAPTER, "chat_template*", "additional_chat_templates/*", "tokenizer*",
     "*.tiktoken", "*.model", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json",
-    "model.safetensors.index.json", "pytorch_model.bin.index.json",
+    "model.safetensors.index.json",
 )  # fmt: skip
 """Patterns of all files that are read besides weights."""
 
@@ -40,14 +40,8 @@ class HubModel:
         self.repository, self.revision, self.name, self.progress = repository, revision, name, progress
         self.folder = self._fetch(_SMALL_FILES)
         self.revision = self.folder.name  # the cache names its folders by commit
-        if (self.folder / "config.json").is_file():
-            return
-        if (self.folder / ADAPTER).is_file():
-            raise UsageError(
-                f"The hub's {name} is an adapter.",
-                "Merge it into its base model with peft, and name the result.",
-            )
-        raise self._lacking("is no model: it has no config.json", HINT)
+        if not self._has(["config.json"]) and not self._has([ADAPTER]):  # which is refused when it is read
+            raise self._lacking("is no model: it has no config.json", HINT)
 
     def fetch_weights(self, check_size: Callable[[int], object] = id) -> None:
         """Fetch the weights.

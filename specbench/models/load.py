@@ -44,7 +44,7 @@ from specbench.models.composites import causal_class, composite_class, text_mode
 from specbench.models.devices import check_options, resolve_device
 from specbench.models.files import headers_digest, read_header, weight_files
 from specbench.models.find import find_model
-from specbench.models.quantized import note_on_quantization, quantization_of, stored_weights, unpacked_source
+from specbench.models.quantized import quantization_of, stored_weights, unpacked_source
 from specbench.models.tokenizers import end_ids_of, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import ModelSpec, parse_model
@@ -191,7 +191,10 @@ def load_model(
     loaded = wrap_model(model, words, name, quantize=quantized(options.dtype))
     if settings is not None:
         give_back_free_memory()
-        loaded.notes.append(note_on_quantization(settings, name, dtype_name(dtype)))
+        method = settings["quant_method"]
+        loaded.notes.append(
+            f"The weights of {name} are quantized ({method}), and were unpacked to {dtype_name(dtype)}."
+        )
     usual = resolve_dtype(replace(options, dtype="auto"), config, counts)
     if dtype == torch.float32 and usual == torch.bfloat16 and settings is None and source.spec.kind != "gguf":
         loaded.slower = f"{name} in float32 takes about twice as long as in its own bfloat16 (--dtype auto)."

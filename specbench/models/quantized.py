@@ -84,12 +84,6 @@ def unpacked_source(folder: Path, config: PreTrainedConfig, weights: dict[str, A
     return source
 
 
-def note_on_quantization(settings: Mapping[str, Any], name: str, into: str) -> str:
-    """Return the sentence for the user about what becomes of a quantized checkpoint."""
-    method = settings["quant_method"]
-    return f"The weights of {name} are quantized ({method}), and were unpacked to {into}."
-
-
 def _layouts(method: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the names of the layouts that weights are stored in, as far as a method has several."""
     if method == "compressed-tensors":
