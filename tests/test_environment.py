@@ -130,7 +130,9 @@ def test_each_disturbance_has_its_warning_and_advice(after, expected):
     assert finding.text.endswith(" during 1 of 9 generations.")
     (rare,) = find_disturbances(99, {expected: 1, "<b>": 9})
     assert (rare.id, rare.severity) == ("hardly-disturbed", "note")
-    assert rare.text == f"{expected} during 1 of 99 generations: too few to change a conclusion."
+    assert (
+        rare.text == finding.text.replace("9 gen", "99 gen").rstrip(".") + ": too few to change a conclusion."
+    )
 
 
 def test_a_machine_that_is_busy_before_the_sweep():

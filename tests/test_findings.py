@@ -8,6 +8,7 @@ import re
 import string
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from specbench.doctor.probes import Observations
 from specbench.findings.catalog import CATALOG, Finding
 from specbench.findings.review import review
 from specbench.results.results import load_results
+from specbench.results.stats import verdict
 from specbench.results.summary import Summary
-from specbench.show.answer import find_answers
+from specbench.show.answer import find_answers, how_far_it_pays
 
 PACKAGE = Path(__file__).parents[1] / "specbench"
 EVIL = "[red]a\x1b[31m\nb"
@@ -119,6 +121,29 @@ def test_a_run_with_little_in_it_is_not_overrated(tmp_path, case):
         check_claims(" ".join([said.headline, *said.details]), **numbers)
         assert said.headline.startswith(("Yes, ", "No, ", "Not known, "))
         assert bool(said.command) == (said.verdict in ("faster", "slower"))
+
+
+def on_curve(batch: int, speedup: float) -> Any:
+    """A row with an interval of 10%; 0 is one without."""
+    ends = (0.9 * speedup, 1.1 * speedup, 8, "prompts") if speedup else (None, None, 1)
+    ratio = Estimate(speedup or 2.0, *ends)  # type: ignore[arg-type]
+    condition = SimpleNamespace(context=None, batch=batch)
+    config = SimpleNamespace(name="d", condition=condition)
+    return SimpleNamespace(config=config, speedup=ratio, verdict=verdict(ratio))
+
+
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ([2.0], "only"), ([2.0, 1.5], "everywhere most"), ([1.5, 2.0], "everywhere"), ([2.0, 1.0], "up-to holds"),
+        ([2.0, 0.5], "up-to below"), ([0.5, 2.0], "at below"), ([1.0, 0.5], "nowhere holds"), ([0.5], "slower"),
+        ([0.0], "unknown"), ([2.0, 0.0], "up-to few"), ([0.5, 0.0], "nowhere few"),
+    ],
+)  # fmt: skip
+def test_a_curve_pays_as_far_as_its_intervals_say(speedups, said):
+    rows = [on_curve(2**number, speedup) for number, speedup in enumerate(speedups)]
+    found = [finding.id.removeprefix("curve.") for finding in how_far_it_pays(rows)]
+    assert found == said.split()
 
 
 def observed(**fields: Any) -> Examined:

@@ -78,7 +78,9 @@ def show_summary(
     lines: list[tuple[str, str]] = []
     if figures["finish_reason"] == "eos" and not (figures["text"] or "").strip():
         lines.append(("note", f"the reply ended before any text; {_BLANK}"))
-    lines += [("note", f"{finding['text']} {finding['remedy']}") for finding in figures.get("warnings", ())]
+    lines += [
+        ("note", f"{finding['text']} {finding['remedy']}".rstrip()) for finding in figures.get("warnings", ())
+    ]
     if compared and figures["identical"] is False:
         lines.append(_tokens(figures))
     if problem:

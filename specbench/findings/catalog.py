@@ -70,7 +70,7 @@ class _Formatter(string.Formatter):
         if isinstance(value, Estimate):
             return ratio_text(value)
         if isinstance(value, list | tuple):
-            return listed([one_line(each) for each in value], int(spec or len(value)))
+            return listed([one_line(text) for text in value], int(spec or len(value)))
         if isinstance(value, Integral) and spec[:1].isalpha() and spec[1:]:
             return counted(int(value), *spec.split("|"), form=",")
         if isinstance(value, float) and not math.isfinite(value):
@@ -110,7 +110,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "stopped": (
         "warning", "The process was stopped and continued (SIGSTOP, Ctrl-Z) {when}.",
         "Do not stop it while it measures: the pause is included in these times."),
-    "hardly-disturbed": ("note", "{kind} {when}: too few to change a conclusion.", ""),
+    "hardly-disturbed": ("note", "{what}: too few to change a conclusion.", ""),
     # -- the figures of a run ------------------------------------------------------------------------
     "unfinished.sweep": (
         "warning", "The sweep is not finished: it has {measured} of {planned:generation}.",
@@ -192,6 +192,8 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         ""),
     "curve.nowhere": (
         "note", "{name}: is not certain to pay anywhere; it measured most at {place}, {speedup} over {over}.", ""),
+    "curve.slower": (
+        "ok", "{name}: is slower everywhere; it measured most at {place}, {speedup} over {over}.", ""),
     "curve.only": ("ok", "{name}: pays at {place}, the only one measured, {speedup} over {over}.", ""),
     "curve.everywhere": ("ok", "{name}: pays everywhere up to {place}, {speedup} over {over}.", ""),
     "curve.up-to": ("ok", "{name}: pays up to {place}, {speedup} over {over}.", ""),

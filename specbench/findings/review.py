@@ -66,7 +66,9 @@ def find_disturbances(generations: int, counts: Mapping[str, int]) -> Iterator[F
     for name in DISTURBANCES:
         if count := counts.get(name):
             when = "meanwhile" if generations == 1 else f"during {count} of {generations} generations"
-            yield Finding("hardly-disturbed" if count <= RARE * generations else name, when=when, kind=name)
+            found = Finding(name, when=when)
+            rarely = count <= RARE * generations
+            yield Finding("hardly-disturbed", what=found.text.rstrip(".")) if rarely else found
 
 
 # -- the figures -----------------------------------------------------------------------------------

@@ -219,13 +219,19 @@ def how_far_it_pays(rows: Curve, over: str = PLAIN) -> Iterator[Finding]:
     sure = [row for row in rows if row.speedup.basis == "prompts"]
     paying = [row for row in sure if row.verdict == "faster"]
     stop = next((row for row in sure if row.verdict != "faster"), None)
-    if not paying:
+    if all(row.verdict == "slower" for row in rows):
+        yield at("curve.slower", top)
+    elif not paying:
         yield at("curve.nowhere" if sure else "curve.unknown", top)
+    elif len(rows) == 1:
+        yield at("curve.only", top)
+    elif len(paying) == len(rows):
+        yield at("curve.everywhere", rows[-1])
     elif stop is None:
-        yield at("curve.everywhere" if len(rows) > 1 else "curve.only", paying[-1])
+        yield at("curve.up-to", paying[-1])
     else:
         yield at("curve.up-to" if size_of(paying[-1]) < size_of(stop) else "curve.at", paying[-1])
-    if stop is not None:
+    if stop is not None and (paying or stop.verdict != "slower"):
         yield at("curve.below" if stop.verdict == "slower" else "curve.holds", stop)
     elif paying and top is not paying[-1]:
         yield at("curve.most", top)

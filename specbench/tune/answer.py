@@ -62,7 +62,7 @@ def find_answer(search: Search, results: Results) -> TuningAnswer:
         measured={
             name: Tuned(
                 speedup=race.speedup(name),
-                categories={each: race.ratio(name, race.plain, each) for each in race.categories(name)},
+                categories={kind: race.ratio(name, race.plain, kind) for kind in race.categories(name)},
                 verdict=race.verdict_of(name),
             )
             for name in race.names
@@ -189,12 +189,12 @@ _BOUNDS = (
 def _table(search: Search) -> Sheet:
     """Return the table of the raced configurations."""
     rows = []
-    for each in tried(search):
-        if each["blocks"] is not None:
-            speedup = "1" if each["blocks"] else "–"
-            if each["speedup"] is not None:
-                speedup = stats.ratio_text(each["speedup"], "")
-            rows.append([each["label"], str(each["blocks"]), speedup, each["outcome"]])
+    for row in tried(search):
+        if row["blocks"] is not None:
+            speedup = "1" if row["blocks"] else "–"
+            if row["speedup"] is not None:
+                speedup = stats.ratio_text(row["speedup"], "")
+            rows.append([row["label"], str(row["blocks"]), speedup, row["outcome"]])
     return Sheet(list(_HEADINGS), rows, left=frozenset(range(len(_HEADINGS))))
 
 
@@ -231,7 +231,7 @@ def as_json(answer: TuningAnswer, search: Search) -> Json:
             if ratio.prompts
         },
         "tried": [
-            {**each, "blocks": each["blocks"] or 0, **_estimate(each["speedup"])} for each in tried(search)
+            {**row, "blocks": row["blocks"] or 0, **_estimate(row["speedup"])} for row in tried(search)
         ],
     }
 
