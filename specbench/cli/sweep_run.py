@@ -68,8 +68,6 @@ def run_session(session: Session, start: LoadSnapshot, *, verbose: bool, quiet: 
             job.say(job.where)
         if session.failed:
             job.say(f"{session.failed} {cells} failed; to measure them again, add --resume.")
-        if isinstance(session.engine, LaunchedEngine):
-            job.say(session.engine.summary())
     if interrupted or session.failed:
         raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING
 import psutil
 
 from specbench.base.errors import RunError, SpecbenchError
-from specbench.base.textsafe import counted
 from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.engines.servers import ServerEngine, ServerPrompt
 from specbench.bench.grid import WARMUP_TOKENS
@@ -48,17 +46,10 @@ _WARM_UP = Prompt(
 
 @dataclass(frozen=True)
 class Start:
-    """A server that was started.
-
-    Attributes:
-        seconds: Until its first answers, which warm it up, had ended.
-        memory: Bytes that it used then; 0 if not known.
-    """
+    """A server that was started."""
 
     process: EngineProcess
     engine: ServerEngine
-    seconds: float
-    memory: int
 
 
 class LaunchedEngine(BenchEngine):
@@ -76,7 +67,6 @@ class LaunchedEngine(BenchEngine):
         start_timeout_s: How long a start may take.
 
     Attributes:
-        starts: The latest start of each server, by name.
         capacity: The largest number of servers that ran at a time.
     """
 
@@ -95,7 +85,7 @@ class LaunchedEngine(BenchEngine):
         self._running: dict[str, Start] = {}  # the one that was used last comes last
         self._failed: dict[str, SpecbenchError] = {}
         self._model_name = ""
-        self.starts: dict[str, Start] = {}
+        self._memory = 0  # of the largest server so far, in bytes
         self.capacity = 0
 
     def close(self) -> None:
@@ -146,8 +136,7 @@ class LaunchedEngine(BenchEngine):
     def _has_room(self) -> bool:
         if self.limit is not None:
             return len(self._running) < self.limit
-        needed = max((start.memory for start in self.starts.values()), default=0)
-        return psutil.virtual_memory().available > _ROOM * needed
+        return psutil.virtual_memory().available > _ROOM * self._memory
 
     def _start_with_room(self, name: str) -> Start:
         """Start a server; if that fails while others run, and never as many have run, start it alone."""
@@ -165,7 +154,7 @@ class LaunchedEngine(BenchEngine):
         return started
 
     def _start(self, name: str) -> Start:
-        began, port = time.monotonic(), free_port()
+        port = free_port()
         if self._progress is not None:
             self._progress.update(f"starting {name}", 0, None)
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -184,9 +173,8 @@ class LaunchedEngine(BenchEngine):
                 raise
             raise RunError(f"{error} The server's last words: {process.last_words}") from error
         self._model_name = self._model_name or engine.servers[0].model_name
-        started = Start(process, engine, time.monotonic() - began, process.memory())
-        self.starts[name] = started
-        return started
+        self._memory = max(self._memory, process.memory())
+        return Start(process, engine)
 
     def _warm_up(self, name: str, engine: ServerEngine) -> None:
         """Let a new server answer something, so that the first measured answer is like the others."""
@@ -225,15 +213,3 @@ class LaunchedEngine(BenchEngine):
 
     def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> Group:
         return self.server(config.drafter).generate_group(config, workload, decoding)
-
-    def summary(self) -> str:
-        """Return a sentence on the starts and the memory of the servers; empty if none was started."""
-        if not self.starts:
-            return ""
-        seconds = sorted(start.seconds for start in self.starts.values())
-        memory = max(start.memory for start in self.starts.values())
-        uses = f", each with up to {memory / 1e9:.1f} GB" if memory else ""
-        return (
-            f"{counted(len(self.starts), 'server')} started in {seconds[0]:.0f} to {seconds[-1]:.0f} s, up to"
-            f" {self.capacity} at a time{uses}."
-        )
