@@ -72,14 +72,6 @@ def rules(tmp_path_factory) -> pd.DataFrame:
     return load_results(write_run(path, drafters=DRAFTERS[:1], tokens=48, **options))
 
 
-@pytest.fixture(scope="module")
-def branching(tmp_path_factory) -> pd.DataFrame:
-    """One drafter with trees and chains."""
-    path = tmp_path_factory.mktemp("results") / "trees"
-    policies = ("egag", "dynamic-tree", "static-tree:nodes=8,verification=recursive", "auto")
-    return load_results(write_run(path, drafters=DRAFTERS[:1], gammas=(2, 4), policies=policies, tokens=48))
-
-
 @pytest.fixture
 def tiny(tmp_path) -> Path:
     path = tmp_path / "tiny"
@@ -138,7 +130,7 @@ class TestContent:
 
 
 class TestLooks:
-    @pytest.mark.parametrize("run", ["df", "rules", "branching"])
+    @pytest.mark.parametrize("run", ["df", "rules"])
     def test_nothing_overlaps_or_is_cut_off(self, draw, run):
         drawn = draw(run)
         assert {*drawn} == {*CHAINS}

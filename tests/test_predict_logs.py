@@ -113,13 +113,16 @@ def test_plain_lines_have_no_more_than_texts():
     assert answer.sampling.greedy
 
 
-def test_the_token_that_ended_an_answer_is_added_where_it_was_counted():
-    response = chat(finish_reason="stop")
+@pytest.mark.parametrize(
+    ("stopped", "temperature", "end"),
+    [({}, 0, [END]), ({}, 1.0, []), ({"stop_reason": 5}, 0, [5]), ({"stop_reason": "queen"}, 0, [])],
+)
+def test_the_token_that_ended_an_answer_is_added_where_it_was_counted(stopped, temperature, end):
+    """Not behind a sampled answer, as its probability is not known, or a stop string."""
+    response = chat(finish_reason="stop", **stopped)
     response["usage"]["completion_tokens"] += 1
-    (answer,) = read({"request": {**ASKED, "temperature": 0}, "response": response}).answers
-    assert list(answer.tokens) == [*IDS, END]
-    (sampled,) = read({"request": ASKED, "response": response}).answers
-    assert list(sampled.tokens) == IDS, "its probability is not known"
+    (answer,) = read({"request": {**ASKED, "temperature": temperature}, "response": response}).answers
+    assert list(answer.tokens) == [*IDS, *end]
 
 
 def test_a_character_of_several_tokens_is_told_with_its_last_one():
@@ -138,6 +141,8 @@ def test_a_character_of_several_tokens_is_told_with_its_last_one():
 def test_several_choices_are_several_answers_and_a_limit_holds():
     record = {"request": ASKED, "response": {**chat(), "choices": chat()["choices"] * 3}}
     assert len(read(record).answers) == 3
+    record["response"]["usage"] = {"completion_tokens": 3 * len(IDS)}  # those of all together
+    assert [list(each.tokens) for each in read(record).answers] == [IDS] * 3
     log = read(record, record, b"", record, limit=4)
     assert (len(log.answers), log.unread) == (6, True)
 
@@ -190,23 +195,6 @@ def test_a_line_that_cannot_be_used_is_counted(kind, record):
     name = kind.removeprefix("field ")
     assert note.startswith("1 line is left out (2): such a line ")
     assert (repr(name) if " " in kind else REASONS[kind]) in note
-
-
-def test_an_answer_ends_with_the_token_that_stopped_it():
-    response = chat(finish_reason="stop", stop_reason=5)
-    response["usage"]["completion_tokens"] += 1
-    by_string = chat(finish_reason="stop", stop_reason="queen")
-    by_string["usage"]["completion_tokens"] += 1
-    log = read(
-        *({"request": {**ASKED, "temperature": 0}, "response": each} for each in (response, by_string))
-    )
-    assert [list(each.tokens) for each in log.answers] == [[*IDS, 5], IDS]
-
-
-def test_choices_that_are_counted_together_are_answers_each():
-    two = {**chat(), "choices": chat()["choices"] * 2, "usage": {"completion_tokens": 2 * len(IDS)}}
-    log = read({"request": {**ASKED, "temperature": 0, "n": 2}, "response": two})
-    assert [list(each.tokens) for each in log.answers] == [IDS, IDS]
 
 
 def test_a_prompt_with_its_first_token_written_out_has_it_once(monkeypatch):
