@@ -39,6 +39,9 @@ RENDERED = frozenset(
 )
 """Variables that a conversation itself sets."""
 
+DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
+"""Strategies of accelerate that place layers on several devices."""
+
 PROMPT, MODELS, POLICY, DECODING = "Prompt", "Models", "Draft policy", "Decoding"
 SAMPLING, OUTPUT = "Sampling", "Output"
 """Headings of the help."""
@@ -118,7 +121,7 @@ class LoadOptions:
     Attributes:
         dtype: "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a checkpoint in bfloat16 if passes
             read it at its size, otherwise float32. "int8" and "int4" load as "auto", for the caller to quantize.
-        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" or "mps".
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps", or one of ``DEVICE_MAPS``.
         any_target: Allow a trained head to draft for a target with other weights than it was trained for.
 
     Examples:
@@ -129,6 +132,11 @@ class LoadOptions:
     dtype: str = "auto"
     device: str = "auto"
     any_target: bool = False
+
+    @property
+    def device_map(self) -> str | None:
+        """The strategy by which layers are placed on several devices; ``None`` for a single one."""
+        return self.device if self.device in DEVICE_MAPS else None
 
 
 def flag(group: Any, name: str, *, on: bool = True) -> str:
@@ -188,7 +196,11 @@ class ModelOptions:
     """How the target is loaded; a drafter's model has options of its own."""
 
     dtype: DtypeName = _model("auto", "--dtype DTYPE", "auto, float32, bfloat16, float16, int8, int4.")
-    device: str = _model("auto", "--device DEVICE", "auto, cpu, cuda, cuda:N, mps.")
+    device: str = _model(
+        "auto",
+        "--device DEVICE",
+        "auto, cpu, cuda, cuda:N, mps; balanced or sequential.",
+    )
 
     @property
     def target(self) -> LoadOptions:

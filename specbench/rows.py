@@ -18,7 +18,10 @@ from specbench.recipe import Recipe
 from specbench.specs.policies import Fixed, PolicySpec
 from specbench.specs.sweeps import Arrivals, Closed
 
-Kind = Literal["plain", "speculative", "transformers", "beam", "server"]
+LOOKUP_TOKENS = 10
+"""``prompt_lookup_num_tokens`` of transformers' prompt lookup, as in its documentation."""
+
+Kind = Literal["plain", "speculative", "transformers", "assisted", "beam", "server"]
 
 
 class Condition(Record, kw_only=False):
@@ -96,8 +99,8 @@ class OtherLibrary(Record, kw_only=False, tag="library"):
     """``generate`` of `transformers` with the same target."""
 
     kind: Annotated[
-        Literal["transformers", "beam"],
-        doc("its own decoding, or beam search"),
+        Literal["transformers", "assisted", "beam"],
+        doc("its own decoding, assisted generation, or beam search"),
     ]
     beams: Annotated[Count | None, doc("of a beam search: number of beams")] = None
 
@@ -176,6 +179,8 @@ class Row:
         """The drafter's name, or the server's."""
         if isinstance(self.decoder, Server):
             return self.decoder.name
+        if self.kind == "assisted" and self.loaded is None:
+            return "lookup"
         return "none" if self.loaded is None else self.loaded.name
 
     @cached_property
@@ -183,13 +188,15 @@ class Row:
         """Tokens drafted in a step, where these are the same in all."""
         if isinstance(self.decoder, Server):
             return self.decoder.gamma
+        if self.kind == "assisted":
+            return LOOKUP_TOKENS if self.loaded is None else None
         return self.policy.gamma if isinstance(self.policy, Fixed) else None
 
     @cached_property
     def draft_policy(self) -> str:
         """The draft policy without γ."""
         if self.policy is None:
-            return "none"
+            return "transformers" if self.kind == "assisted" else "none"
         return str(replace(self.policy, gamma=None) if isinstance(self.policy, Fixed) else self.policy)
 
     @property
@@ -232,7 +239,10 @@ class Row:
         if isinstance(what, OtherLibrary):
             if what.beams is not None:
                 return f"transformers:beam={what.beams}", f"transformers beam search, {what.beams} beams"
-            return "transformers", "transformers generate"
+            if what.kind == "transformers":
+                return "transformers", "transformers generate"
+            title = "prompt lookup" if self.loaded is None else f"assisted, {drafter}"
+            return f"transformers:{drafter}", f"transformers {title}"
         if isinstance(self.decoder, Server) or self.policy is None:
             return (drafter, drafter) if self.kind == "server" else ("plain", "plain")
         own = f"{self.gamma}{self.policy.rest}" if isinstance(self.policy, Fixed) else self.policy

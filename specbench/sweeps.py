@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from specbench.base.errors import UsageError
 from specbench.bench.axes import (
@@ -37,6 +40,8 @@ from specbench.started import Started
 
 if TYPE_CHECKING:
     from specbench.results.results import Results
+    from specbench.results.run import Run
+    from specbench.rows import Row
 
 _GAMMAS = tuple(range(1, 9))
 
@@ -132,6 +137,35 @@ def _models(target: str, drafters: Sequence[str], caching: CacheOptions | None, 
         base = with_default_cache(base)
     specs = [*map(parse_drafter, dict.fromkeys(drafters))] or [default_drafter(base)]
     return Models(base, [spec for spec in specs if not spec.is_plain])
+
+
+def measured_again(run: Run, row: Row, address: str) -> Experiment:
+    """Return the experiment that measures a row of a run of servers again, with the same prompts, on the server ``new``
+    at an address.
+
+    Raises:
+        UsageError: It is no row of servers, or the address is none.
+    """
+    if row.kind != "server":
+        raise UsageError(
+            f"{row.label} was not measured on a server.",
+            "Measure the baseline with `specbench sweep --server`.",
+        )
+    stored = run.options
+    names = {field.name for field in fields(DecodingOptions)}
+    asked = experiment(
+        stored.get("tokenizer") or "",
+        server=[f"new={address}"],
+        prompts=stored.get("prompts") or (),
+        limit=stored.get("limit"),
+        repeats=run.repeats,
+        warmup=run.warmup,
+        turns=stored.get("turns"),
+        seed=run.seed or 0,
+        decoding=msgspec.convert({name: stored[name] for name in names & stored.keys()}, DecodingOptions),
+        template=msgspec.convert(stored.get("template") or {}, TemplateOptions),
+    )
+    return replace(asked, options=replace(asked.options, conditions=(row.condition,)))
 
 
 def _names(what: str, given: Sequence[str | type]) -> list[str]:

@@ -42,7 +42,9 @@ def sweep(cli, models, tmp_path, monkeypatch) -> Cli:
 
 @pytest.mark.smoke
 def test_a_sweep_from_beginning_to_end(sweep, tmp_path, models):
-    code, out, err = sweep("--drafter", models / "small", "--baseline", "transformers")
+    code, out, err = sweep(
+        "--drafter", models / "small", "--baseline", "transformers", "--baseline", "assisted"
+    )
     assert code == 0, err
     (folder,) = (tmp_path / "results").iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-target", folder.name)
@@ -51,7 +53,8 @@ def test_a_sweep_from_beginning_to_end(sweep, tmp_path, models):
     ]  # fmt: skip
     frame = load_results(folder)
     labels = [
-        "plain", "self:int8 γ=2", "small (int8) γ=2", "transformers generate",
+        "plain", "self:int8 γ=2", "small (int8) γ=2", "transformers generate", "transformers prompt lookup",
+        "transformers assisted, small (int8)",
     ]  # fmt: skip
     assert frame.generations["label"].value_counts().to_dict() == dict.fromkeys(labels, 3)
     assert (frame.generations["status"] == "ok").all()

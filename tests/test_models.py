@@ -182,6 +182,13 @@ def test_the_dtype_is_read_from_the_weights_when_the_config_is_silent(tmp_path, 
     assert load_model(str(folder), CPU, tokenizer=False).dtype == "bfloat16"
 
 
+def test_device_maps(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    loaded = load_model(str(folder), LoadOptions(device="balanced"), tokenizer=False)
+    assert loaded.device == "cpu"
+    assert torch.equal(logits(loaded.model), logits(tiny_llama()))
+
+
 def test_progress_is_told_and_nothing_written_to_the_terminal(folder, capfd):
     verbosity = transformers_logging.get_verbosity()
     seen: list[tuple[str, int, int | None]] = []

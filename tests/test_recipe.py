@@ -24,7 +24,7 @@ RECIPES = {
         ModelSpec("folder", "/secret/place/big"),
         Several((Cascade(Lookup(n=4), SMALL), OTHER, parse_drafter("self:int8"))),
         parse_policy("fixed:gamma=4,verification=block"),
-        ModelOptions(dtype="int8", device="cpu"),
+        ModelOptions(dtype="int8", device="balanced"),
         CacheOptions(cache="bit-exact"),
         DecodingOptions(max_new_tokens=48, stop=("a", "b"), model_defaults=False),
         SamplingOptions(temperature=0.7, seed=3),
@@ -55,7 +55,7 @@ def test_words():
     drafter = "lookup:n=4+/secret/place/small:dtype=int4|org/other@v1|self:int8"
     assert RECIPES["folders"].arguments() == [
         "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
-        "--target", "/secret/place/big:dtype=int8,device=cpu",
+        "--target", "/secret/place/big:dtype=int8,device=balanced",
         "--cache", "bit-exact", "--max-new-tokens", "48",
         "--stop", "a", "--stop", "b", "--no-model-defaults", "--temperature", "0.7", "--seed", "3",
     ]  # fmt: skip

@@ -109,30 +109,33 @@ def test_the_grid_has_plain_decoding_at_every_temperature():
     options = SweepOptions(
         conditions_of(temperature=(0.0, 0.7)),
         gammas=(2, 4),
-        others=parse_baselines(["transformers"]),
+        others=parse_baselines(["transformers", "assisted"]),
     )
     base = replace(BASE, caching=CacheOptions(cache="preallocated"))
     configs = grid_of(options, "none", "lookup", "small (int8)", base=base, **{"small (int8)": "f1"})
-    names = ["plain", "lookup@2", "lookup@4", "small (int8)@2", "small (int8)@4", "transformers"]
-    assert [config.id for config in configs] == [*names, *(f"{name},t=0.7" for name in names)]
-    assert len({config.label for config in configs}) == 12
-    assert {config.baseline for config in configs[6:]} == {"plain,t=0.7"}
-    assert [config.gamma for config in configs[:6]] == [None, 2, 4, 2, 4, None]
+    assert [config.id for config in configs[:8]] == [
+        "plain", "lookup@2", "lookup@4", "small (int8)@2", "small (int8)@4", "transformers", "transformers:lookup",
+        "transformers:small (int8)",
+    ]  # fmt: skip
+    assert [config.id for config in configs[8:10]] == ["plain,t=0.7", "lookup@2,t=0.7"]
+    assert len({config.id for config in configs}) == len({config.label for config in configs}) == 16
+    assert {config.baseline for config in configs[8:]} == {"plain,t=0.7"}
+    assert [config.gamma for config in configs[:8]] == [None, 2, 4, 2, 4, None, 10, None]
     assert configs[3].fingerprint == "f1"
     assert configs[1].fingerprint is None
-    assert Counter(config.cache for config in configs) == {"preallocated": 10, "dynamic": 2}
+    assert Counter(config.cache for config in configs) == {"preallocated": 10, "dynamic": 6}
 
 
 @pytest.mark.parametrize(
     ("names", "found"),
     [
         ([], ()),
+        (["beam:4", "assisted"], (OtherLibrary("assisted"), OtherLibrary("beam", 4))),
         (
             ["beam:8", "transformers", "beam:2", "transformers"],
             (OtherLibrary("transformers"), OtherLibrary("beam", 2), OtherLibrary("beam", 8)),
         ),
         (["beam"], "no baseline 'beam'"),
-        (["assisted"], "no baseline 'assisted'"),
         (["Transformers"], "no baseline 'Transformers'"),
         (["beam:1"], "has 1 beam"),
         (["beam:65"], "has 65 beams"),

@@ -172,6 +172,31 @@ def test_two_servers_from_beginning_to_end(sweep, plain, fast, models, tmp_path)
     assert "plain decoding" not in page
 
 
+def test_a_server_is_judged_by_a_stored_run(cli, sweep, plain, fast, tmp_path):
+    assert sweep(base=plain, drafting=fast).code == 0
+    words = ["--metric", "tokens_per_step,acceptance_rate", "--worse-than", "3%", "--json"]
+    with ScriptedServer(Manner(owner="llamacpp", per_piece=4, facts=LLAMACPP)) as same:
+        judged = cli("compare", "run:drafting", same.url, *words)
+    assert [(row["metric"], row["prompts"], row["ratio"], row["verdict"]) for row in judged.json()["rows"]] == [
+        ("tokens_per_step", 4, 1.0, "not worse"), ("acceptance_rate", 4, 1.0, "not worse"),
+    ]  # fmt: skip
+    (measured,) = (tmp_path / "results").iterdir()
+    assert f"Measured: results/{measured.name}." in judged.err
+    run = run_json(measured)
+    assert [row["decoder"]["name"] for row in run["configs"]] == ["new"]
+    assert {name: run[name] for name in ("prompts", "repeats", "max_new_tokens", "warmup", "seed")} == {
+        name: run_json(tmp_path / "run")[name]
+        for name in ("prompts", "repeats", "max_new_tokens", "warmup", "seed")
+    }
+    assert "127.0.0.1" not in json.dumps(run)
+    fewer = {"timings": {"draft_n": 20, "draft_n_accepted": 12, "cache_n": 0}}
+    with ScriptedServer(Manner(owner="llamacpp", per_piece=4, facts=fewer)) as worse:
+        judged = cli("compare", "run:drafting", worse.url, *words)
+    assert {row["verdict"] for row in judged.json(1)["rows"]} == {"worse"}
+    cli("compare", "run", plain.url, *words).refused(2, "Name it: RUN:NAME")
+    cli("compare", "run:drafting", "http://me:secret@h", *words).refused(2, "SPECBENCH_KEY_NEW")
+
+
 def test_a_prompt_goes_out_as_it_is_and_caches_are_off(sweep, plain, tmp_path):
     assert sweep(base=plain).code == 0
     asked = [body for body in plain.asked if prompt_of(body).startswith("Question")]

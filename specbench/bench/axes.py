@@ -16,17 +16,17 @@ _RANGE = re.compile(r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?
 
 
 def parse_baselines(names: Sequence[str]) -> tuple[OtherLibrary, ...]:
-    """Parse additional baselines: ``transformers`` and ``beam:N``.
+    """Parse additional baselines: ``transformers``, ``assisted`` and ``beam:N``.
 
     Raises:
         UsageError: A name is none of these, or a number of beams is too small or too large.
     """
-    words = [OtherLibrary("transformers")] if "transformers" in names else []
+    words = [OtherLibrary(word) for word in ("transformers", "assisted") if word in names]
     beams = set[int]()
-    for name in {*names} - {"transformers"}:
+    for name in {*names} - {"transformers", "assisted"}:
         found = re.fullmatch(r"beam:(\d{1,9})", name, re.ASCII)
         if found is None:
-            raise UsageError(f"There is no baseline {name!r}.", "Choose transformers or beam:N.")
+            raise UsageError(f"There is no baseline {name!r}.", "Choose transformers, assisted or beam:N.")
         beams.add(int(found[1]))
     for count in beams:
         if not 2 <= count <= MAX_BEAMS:

@@ -46,7 +46,8 @@ class SweepOptions:
         warmup: Short generations of each configuration that are not counted.
         turns: Turns of a conversation; ``None`` for all.
         seed: Seed of the order of configurations, and of sampling.
-        others: What is measured of ``transformers`` too: its own ``generate``, and beam searches, at temperature 0.
+        others: What is measured of ``transformers`` too: its own ``generate``; its assisted generation, with each
+            drafter that is a model, and prompt lookup; beam searches, at temperature 0.
         context_text: Name and hash of the text in front of longer prompts.
         template: What chat templates are told of all prompts.
         servers: Servers to measure in place of models, each as its name and its model's name.
@@ -153,7 +154,13 @@ def build_rows(
         if policy.applies(spec)
         for gamma in (options.gammas if isinstance(policy, Fixed) else (None,))
     ]
-    decoders += [(other, None) for other in options.others]
+    for other in options.others:
+        decoders.append((other, None))
+        decoders += [
+            (other, name)
+            for name, spec in drafting
+            if other.kind == "assisted" and name.fingerprint is not None and spec.model_part is spec
+        ]
     return [
         Row(decoder, at, name)
         for at in options.conditions

@@ -232,7 +232,7 @@ def transformers_speed(model: LanguageModel, recipe: Recipe, prompt: Sequence[in
         tokens = int(max(_WARM_UP_TOKENS, min(_TIMED_TOKENS, _TIMED_S * speed)))
         decoding = recipe.decoding.with_changes(max_new_tokens=min(tokens, longest))
         outcome = generate_with_transformers(
-            model, model, model.context_limit, row, prompt, decoding, recipe.sampling.seed, clock
+            model, None, model, model.context_limit, row, prompt, decoding, recipe.sampling.seed, clock
         )
         timed = len(outcome.token_ids) - outcome.first_tokens
         if timed < 1 or not outcome.decode_s:

@@ -46,7 +46,7 @@ def reference_output(model: LanguageModel, decoding: DecodingOptions, prompt: Se
     own = model.model.generation_config
     try:
         made = generate_with_transformers(
-            model, model, model.context_limit, _ROW, prompt, decoding, 0, perf_counter
+            model, None, model, model.context_limit, _ROW, prompt, decoding, 0, perf_counter
         )
     finally:
         model.model.generation_config = own

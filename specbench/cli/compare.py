@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from specbench.base.errors import UsageError, unknown
 from specbench.base.files import file_errors, write_bytes
 from specbench.base.textsafe import counted
-from specbench.cli.console import write_json, write_parts
+from specbench.cli.console import say, write_json, write_parts
 from specbench.cli.options import JsonOption
 from specbench.options import panel
 
@@ -29,7 +30,8 @@ def compare(
         typer.Argument(
             metavar="A B",
             help="Two rows as RUN:NAME, by their names in the tables or their ids, or two runs; or a run and a YAML"
-            " file of published accepted lengths. A folder of several runs stands for the newest one.",
+            " file of published accepted lengths. A folder of several runs stands for the newest one. B may be the"
+            " address of a server: it is measured now, with the prompts and options of the row A.",
         ),
     ],
     metric: Annotated[
@@ -126,6 +128,10 @@ def _opened(sides: list[str]) -> list[tuple[Results, str, str | None]]:
     if len(sides) != 2:
         raise UsageError(f"{counted(len(sides), 'side')} given.", "Name two: rows as RUN:NAME, or runs.")
     (path_a, a), (path_b, b) = map(split_row, sides)
+    if sides[1].startswith(("http://", "https://")):
+        (run,) = named_runs([path_a], [a] if a else [])
+        old = load_results(run)
+        return [(old, run.resolve().name, a), _measured(old, a, sides[1])]
     if a is not None and b is not None and path_a == path_b:
         (run,) = named_runs([path_a], [a, b])
         results = load_results(run)
@@ -134,3 +140,27 @@ def _opened(sides: list[str]) -> list[tuple[Results, str, str | None]]:
     rows = [(path_a, a or b), (path_b, b or a)]
     runs = [named_runs([path], [name] if name else [])[0] for path, name in rows]
     return [(load_results(run), run.resolve().name, name) for run, name in zip(runs, (a, b), strict=True)]
+
+
+def _measured(old: Results, name: str | None, address: str) -> tuple[Results, str, str]:
+    """Measure a row of a run again, on a server, as a new run."""
+    from specbench.bench.manifest import command_line
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.sweep_display import show_cell
+    from specbench.experiment import opened
+    from specbench.results.results import load_results
+    from specbench.results.run import find_config
+    from specbench.sweeps import measured_again
+
+    if name is None:
+        raise UsageError("No row is named that the server is compared with.", "Name it: RUN:NAME.")
+    asked = measured_again(old.run, find_config(old.run, name, "the baseline"), address)
+    with (
+        StageProgress(False, animated=False) as progress,
+        opened(asked, command=command_line(sys.argv[1:]), progress=progress) as session,
+    ):
+        for doing in session.run():
+            show_cell(session, doing, progress)
+    results = load_results(session.store.path)
+    say(f"Measured: {session.store.path}.")
+    return results, session.store.path.name, results.run.configs[0].id

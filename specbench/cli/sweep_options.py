@@ -27,7 +27,7 @@ class ComparedOptions:
     baseline: tuple[str, ...] = _what(
         (),
         "--baseline NAME",
-        "Repeatable: transformers, beam:N.",
+        "Repeatable: transformers, assisted (its speculation), beam:N.",
     )
     batch: str | None = _what(
         None,

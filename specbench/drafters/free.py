@@ -53,6 +53,9 @@ class FreeDrafter(Drafter):
         True
     """
 
+    longest: int | None = None
+    """The longest draft; ``None`` for no limit."""
+
     trees = False
     """Whether it also drafts trees; see ``CandidateDrafter``."""
 
@@ -117,7 +120,7 @@ class FreeDrafter(Drafter):
         growing = MixedDraft(self, plan, context)
         draft, policy = growing.draft, plan.policy
         draft.passes = None
-        limit = policy.begin_step(plan.budget)
+        limit = policy.begin_step(plan.budget if self.longest is None else min(plan.budget, self.longest))
         while growing.continues(limit):
             draft.guess = self.allowed_guess(context, draft.tokens, plan.sampling)
             if draft.guess is None or not policy.expand(draft):

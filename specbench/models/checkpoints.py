@@ -250,9 +250,12 @@ def weight_memory(
     return int(numbers * narrow)
 
 
-def check_memory(needed: int, *, name: str, device: torch.device | None = None) -> None:
-    """Raise ``RunError`` if a model needs more bytes than are free on a device."""
-    available = available_memory(device)
+def check_memory(
+    needed: int, *, name: str, device: torch.device | None = None, available: int | None = None
+) -> None:
+    """Raise ``RunError`` if a model needs more bytes than are ``available``, by default on the device."""
+    if available is None:
+        available = available_memory(device)
     if needed > available:
         where = f"memory on {device}" if device is not None and device.type == "cuda" else "memory"
         raise RunError(

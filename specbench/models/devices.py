@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from specbench.base.errors import UsageError
-from specbench.options import DtypeName, LoadOptions
+from specbench.options import DEVICE_MAPS, DtypeName, LoadOptions
 
 DTYPES = get_args(DtypeName)
 
@@ -23,14 +23,18 @@ def check_options(options: LoadOptions) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device for auto, cpu, cuda, cuda:N or mps; raise ``UsageError`` if this machine lacks it."""
-    if name == "auto":
+    """Return the device for auto, cpu, cuda, cuda:N or mps; raise ``UsageError`` if this machine lacks it.
+
+    Of several devices it is the one that "auto" is.
+    """
+    if name in ("auto", *DEVICE_MAPS):
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("mps" if _has_mps() else "cpu")
     kind, colon, index = name.partition(":")
     if not re.fullmatch("cpu|mps|cuda(:[0-9]+)?", name):
-        raise UsageError(f"Unknown device {name!r}.", "Choose auto, cpu, cuda, cuda:N or mps.")
+        names = ", ".join(DEVICE_MAPS)
+        raise UsageError(f"Unknown device {name!r}.", f"Choose auto, cpu, cuda, cuda:N, mps, {names}.")
     if kind == "mps" and not _has_mps():
         raise UsageError("The device mps is not available on this machine.", "Use the device cpu.")
     if kind != "cuda":

@@ -41,7 +41,7 @@ from specbench.models.checkpoints import (
     weights_of,
 )
 from specbench.models.composites import causal_class, composite_class, text_model, text_only, unread_weights
-from specbench.models.devices import check_options, resolve_device
+from specbench.models.devices import available_memory, check_options, resolve_device
 from specbench.models.files import headers_digest, read_header, weight_files
 from specbench.models.find import find_model
 from specbench.models.quantized import quantization_of, stored_weights, unpacked_source
@@ -151,7 +151,7 @@ def load_model(
 
     Args:
         spec: The model; a string is read by ``parse_model``.
-        options: Dtype and device; ``None`` is ``LoadOptions()``.
+        options: Dtype, device, device map; ``None`` is ``LoadOptions()``.
         share_tokenizer_with: A model whose tokenizer is taken if its files are equal: making one takes a second.
         before_weights: Called with its tokenizer before weights are fetched or loaded, so that it can refuse.
 
@@ -355,6 +355,12 @@ def _placement(
     name: str,
 ) -> Any:
     """Return the ``device_map`` of `from_pretrained`; refuse weights that do not fit (see ``weight_memory``)."""
+    if options.device_map is not None:
+        available = available_memory() + sum(
+            available_memory(torch.device("cuda", index)) for index in range(torch.cuda.device_count())
+        )
+        check_memory(numbers * loaded.itemsize, name=name, available=available)
+        return options.device_map
     device = resolve_device(options.device)
     if device.type != "cpu":
         check_memory(numbers * loaded.itemsize, name=name, device=device)

@@ -88,7 +88,7 @@ def load_target(
 
     Args:
         spec: Hub id (with ``@revision``), model folder, ``.gguf`` file or built-in name.
-        options: Dtype and device. On a CPU the linear layers are packed, or quantized for "int8" and
+        options: Dtype, device, device map. On a CPU the linear layers are packed, or quantized for "int8" and
             "int4"; the quantized model is then the target that outputs are lossless for.
         cache: The kind of KV cache; ``None`` for ``default_cache``.
         progress: Receives the progress of fetching and loading.

@@ -221,7 +221,9 @@ class MeasuredOutput(Record):
     finish_reason: str | None = None
     first_tokens: Annotated[
         Count,
-        doc("tokens in the first emission: 1, or more where a server sends several at once"),
+        doc(
+            "tokens in the first emission: 1, or more if `transformers`' assisted generation starts with a draft"
+        ),
     ] = 1
     ttft_s: Annotated[Seconds, doc("time to the first emission; of a request, from when it was sent")]
     prefill_s: Annotated[Seconds, doc("of that, the target's prefill")]
@@ -241,7 +243,7 @@ class MeasuredOutput(Record):
             " probability under the target"
         ),
     ] = None
-    steps: Annotated[StepLists, doc("empty for `transformers`, `beam` and most servers")]
+    steps: Annotated[StepLists, doc("empty for `transformers`, `beam`, `assisted` and most servers")]
     server: Annotated[ServerAnswer | None, doc("what a server reports about its answer")] = None
 
     @property

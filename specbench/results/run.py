@@ -20,7 +20,7 @@ KIND = "specbench-sweep"
 OTHER_ANSWERS = ("beam",)
 """Kinds of configurations whose answers are not meant to be plain decoding's."""
 
-FOREIGN = ("transformers", *OTHER_ANSWERS)
+FOREIGN = ("transformers", "assisted", *OTHER_ANSWERS)
 """Kinds of configurations that another library decodes."""
 
 PLAIN = "plain decoding"

@@ -12,7 +12,7 @@ from specbench.base.errors import UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.options import DecodingOptions
 from specbench.results.lines import Generation
-from specbench.rows import OtherLibrary, Row
+from specbench.rows import LOOKUP_TOKENS, OtherLibrary, Row
 
 if TYPE_CHECKING:
     from specbench.decoding.clocks import Clock
@@ -37,6 +37,7 @@ class _EmissionTimes(StoppingCriteria):
 
 def generate_with_transformers(
     reference: LanguageModel,
+    assistant: LanguageModel | None,
     target: LanguageModel,
     limit: int | None,
     config: Row,
@@ -47,8 +48,8 @@ def generate_with_transformers(
 ) -> Generation:
     """Call ``generate`` with exactly the settings, end tokens and seed of specbench's own loop.
 
-    ``reference`` is the target as ``transformers`` loads it, before layers are changed; ``target`` is what specbench
-    decodes with, and ``limit`` the context that it holds.
+    ``reference`` and ``assistant`` are target and drafter as ``transformers`` loads them, before layers are changed;
+    ``target`` is what specbench decodes with, and ``limit`` the context that it holds.
 
     Raises:
         UsageError: The prompt does not fit the target's context.
@@ -62,6 +63,12 @@ def generate_with_transformers(
         )
     end_ids = decoding.end_ids(target.end_ids)
     extra: dict[str, Any] = {}
+    if assistant is not None:
+        # Its defaults (20 tokens, confidence 0.4), set again each time: transformers stores adapted values there.
+        assistant.model.generation_config = GenerationConfig()
+        extra["assistant_model"] = assistant.model
+    elif config.kind == "assisted":
+        extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     if (form := decoding.format) is not None:
         matcher = target.formats.compile(form).matcher(len(prompt))
         extra["logits_processor"] = LogitsProcessorList([matcher.process])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import Json, rounded
 from specbench.bench.encoding import encode_conversation
 from specbench.bench.engines.engine import BenchEngine
@@ -32,8 +32,8 @@ from specbench.options import DecodingOptions, quantized
 from specbench.policies.batch_costs import BatchCosts
 from specbench.results.lines import CostLine, Generation, Group, Pool, RequestLine
 from specbench.results.run import TargetModel
-from specbench.rows import LoadedName, Row
-from specbench.specs.drafters import DrafterSpec
+from specbench.rows import LoadedName, OtherLibrary, Row
+from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
@@ -56,7 +56,7 @@ class ModelEngine(BenchEngine):
 
     Args:
         drafters: Drafters with different names. The error of one that could not be loaded is raised when it is used.
-        reference: The target as ``transformers`` loads it.
+        reference, assistants: Target and drafter models as ``transformers`` loads them.
         rate_answers: Whether to compute the log-probability of outputs of greedy plain decoding and of beam search.
     """
 
@@ -66,10 +66,11 @@ class ModelEngine(BenchEngine):
         drafters: Sequence[LoadedDrafter],
         *,
         reference: LanguageModel | None = None,
+        assistants: Mapping[str, LanguageModel | SpecbenchError] | None = None,
         rate_answers: bool = False,
     ) -> None:
         self.target, self.drafters = target, tuple(drafters)
-        self.reference = reference
+        self.reference, self.assistants = reference, dict(assistants or {})
         self.heads = {each.name: each.training for each in drafters if each.training is not None}
         self._batch_costs: dict[str, BatchCosts] = {}
         self._device = str(target.scorer.device)
@@ -228,9 +229,12 @@ class ModelEngine(BenchEngine):
     ) -> Generation:
         if self.reference is None:
             raise RunError("The model was not loaded for transformers' own generate.")
+        assistant = self.assistants.get(config.drafter)
+        if isinstance(assistant, SpecbenchError):
+            raise assistant
         target, limit = self.target.language_model, self.target.scorer.context_limit
         return generate_with_transformers(
-            self.reference, target, limit, config, prompt, decoding, seed, self._clock
+            self.reference, assistant, target, limit, config, prompt, decoding, seed, self._clock
         )
 
     def measure_costs(
@@ -319,6 +323,8 @@ def load_engine(
             is int8 or int4, and transformers would decode with the unquantized model.
         RunError: The target cannot be loaded.
     """
+    from specbench.drafters.model import ModelDrafter
+    from specbench.models.drafters import loading
     from specbench.models.load import load_model
 
     options = options or SweepOptions()
@@ -335,9 +341,25 @@ def load_engine(
     reference = None
     if options.others:
         reference = load_model(base.target, models.target, progress=progress)
+    assistants: dict[str, LanguageModel | SpecbenchError] = {}
+    for each in loaded:
+        if OtherLibrary("assisted") in options.others and isinstance(each.spec, SmallModel) and each.models:
+            if type(each.outcome) is not ModelDrafter:
+                assistants[each.name] = RunError("transformers cannot draft with this drafter.")
+                continue
+            try:
+                assistants[each.name] = load_model(
+                    each.spec.model,
+                    loading(each.spec),
+                    progress=progress,
+                    tokenizer=False,
+                )
+            except RunError as error:
+                assistants[each.name] = error
     return ModelEngine(
         target,
         loaded,
         reference=reference,
+        assistants=assistants,
         rate_answers=any(each.beams for each in options.others),
     )
