@@ -61,8 +61,8 @@ class ExactCase:
 def check_exact(request: Request, name: str) -> ExactCase:
     """Sample one output, and compare the distributions that its tokens come from with p.
 
-    The last token of each step is drawn from p, or after a rejection from what is left of it, norm((p - q)₊). Every
-    test of a draft token is an invariant. Whether the verification method as a whole gives p is enumerated over a few
+    The last token of a step is drawn from p, or where the ratio test has rejected one from norm((p - q)₊); each ratio
+    test is an invariant. Whether the verification method as a whole gives p is enumerated over a few
     tokens.
     """
     rules = RunRules(request)
