@@ -66,7 +66,7 @@ def test_summaries_of_commands_are_whole(cli, monkeypatch, width):
 
 VALUES = {
     "arrivals": "closed:2", "baseline": "transformers", "batch": "2",
-    "cache": "static", "config": "x.toml", "dtype": "float32",
+    "cache": "static", "dtype": "float32",
     "engine": "vllm", "format": "json-schema={}",
     "prompts": "all",
     "server": "a=http://127.0.0.1:9/v1",

@@ -21,7 +21,6 @@ from specbench._version import __version__
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import to_dict
 from specbench.base.textsafe import terminal_safe
-from specbench.cli.cache import cache
 from specbench.cli.check import check
 from specbench.cli.compare import compare
 from specbench.cli.console import say
@@ -95,7 +94,7 @@ app = typer.Typer(
 )
 for _command in (
     *(generate, serve, drafters, train, predict, tune, sweep),
-    *(plot, report, compare, export, check, doctor, trace, cache),
+    *(plot, report, compare, export, check, doctor, trace),
 ):
     app.command(cls=GroupedCommand)(unfolded(_command))
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from specbench.base.cache import CACHE_VARIABLE, MANIFEST, cache_folder
+from specbench.base.cache import CACHE_VARIABLE, cache_folder
 from specbench.base.errors import RunError
 from specbench.base.files import file_errors, locked, sha256, sync, write_text
 from specbench.base.progress import Progress, announce
@@ -89,7 +89,7 @@ def _prepare(
                 build(made, work)
                 for path in made.iterdir():
                     sync(path)
-                write_text(made / MANIFEST, json.dumps({"source": source}) + "\n")
+                write_text(made / "manifest.json", json.dumps({"source": source}) + "\n")
                 made.rename(folder)
                 sync(parent)
             finally:

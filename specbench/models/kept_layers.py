@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specbench import kernels
 from specbench._version import __version__
-from specbench.base.cache import LAYERS_FOLDER, cache_folder
+from specbench.base.cache import cache_folder
 from specbench.base.files import reason, sync
 from specbench.base.machine import processor_name
 from specbench.base.progress import Progress, announce
@@ -74,7 +74,7 @@ def kept_layers(
         if progress is not None:
             progress.update(f"{making} (the result is kept)", layer, model.layers)
 
-    parent = cache_folder() / LAYERS_FOLDER
+    parent = cache_folder() / "layers"
     place = _place(model, files, f"{kind} in {'panels' if panels else 'rows'}")
     path = parent / f"{place}-{files.digest[:24]}"
     announce(progress, f"reading the {kind} layers of {model.name}")
