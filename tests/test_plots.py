@@ -204,16 +204,15 @@ class TestCommand:
         assert written == [str(tiny / "plots" / "speedup.png"), str(tiny / "plots" / "time.png")]
         assert all(Path(path).stat().st_size > 5000 for path in written)
 
-    def test_each_run_that_is_named_and_of_a_folder_the_newest(self, tmp_path, capsys):
+    def test_of_a_folder_the_newest_run(self, tmp_path):
         for name in ("a", "b"):
             write_run(tmp_path / name, run_id=name, **SMALL)
         change_run(tmp_path / "b", created="2025-01-02T00:00:00Z")
         words = ["--only", "speedup", "--format", "svg"]
         assert command(["plot", str(tmp_path), *words]) == 0
         assert [path.parent.parent.name for path in tmp_path.glob("*/plots/speedup.svg")] == ["b"]
-        named = [str(tmp_path / name) for name in ("a", "b")]
-        assert command(["plot", *named, *words, "--out", str(tmp_path / "figures")]) == 0
-        assert len([*tmp_path.glob("figures/?/speedup.svg")]) == 2
+        assert command(["plot", str(tmp_path / "a"), *words, "--out", str(tmp_path / "figures")]) == 0
+        assert (tmp_path / "figures" / "speedup.svg").exists()
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -223,7 +222,7 @@ class TestCommand:
             (["run", "--only", "nonsense"], "There is no figure 'nonsense'"),
             (["run", "--format", "gif"], "gif"),
             (["plain"], "no speculative configuration"),
-            ([], "RESULTS"),
+            ([], "RUN"),
         ],
     )
     def test_refusals(self, tmp_path, monkeypatch, capsys, arguments, message):

@@ -15,7 +15,7 @@ import pytest
 from stored_runs import DRAFTERS, PLAIN, PROMPTS, row_of, times, write_exact, write_run
 from test_findings import check_claims
 
-from specbench.base.errors import RunError
+from specbench.base.errors import RunError, UsageError
 from specbench.cli.report import report as command
 from specbench.options import CacheOptions
 from specbench.recipe import Recipe
@@ -361,20 +361,19 @@ def test_names_are_data(tmp_path):
 
 @pytest.mark.usefixtures("unpictured")
 class TestCommand:
-    def test_each_run_that_is_named_gets_its_report(self, tmp_path, capsys):
-        for name in ("one", "two"):
-            write_exact(tmp_path / name, {"plain": PLAIN, "d@2": times(2)})
-        write_exact(tmp_path / "zero", {"plain": {"chat-01": [None]}})
-        command([tmp_path / name for name in ("one", "two", "zero")])
+    def test_a_run_gets_its_report(self, tmp_path, capsys):
+        run = write_exact(tmp_path / "one", {"plain": PLAIN, "d@2": times(2)})
+        command(run)
         said = capsys.readouterr()
-        expected = [tmp_path / name / f"report.{kind}" for name in ("one", "two") for kind in ("html", "md")]
+        expected = [run / f"report.{kind}" for kind in ("html", "md")]
         assert [line for line in said.out.splitlines() if "lengths" not in line] == [*map(str, expected)]
         assert all(path.stat().st_size for path in expected)
         assert "one: Yes, d γ=2: 2.00× [" in said.err
-        assert "zero: There is nothing to report" in said.err
+        with pytest.raises(UsageError, match="There is nothing to report"):
+            command(write_exact(tmp_path / "zero", {"plain": {"chat-01": [None]}}))
 
     def test_a_place_that_cannot_be_written_is_an_error(self, tmp_path):
         run = write_exact(tmp_path / "run", {"plain": PLAIN})
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(RunError, match="cannot be written"):
-            command([run], out=tmp_path / "file")
+            command(run, out=tmp_path / "file")

@@ -1,8 +1,8 @@
-"""Finding the runs that a command line names, and handling them one by one."""
+"""Finding the runs that a command line names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,41 +15,12 @@ from specbench.cli.console import say
 if TYPE_CHECKING:
     from specbench.results.run import Run
 
-ResultsArgument = Annotated[
-    list[Path],
+RunArgument = Annotated[
+    Path,
     typer.Argument(
-        metavar="RESULTS...", help="Folders of runs. A folder of several runs stands for the newest one."
+        metavar="RUN", help="Folder of a run. A folder of several runs stands for the newest one."
     ),
 ]
-
-
-def for_each_run(
-    paths: Sequence[Path], out: Path | None, inside: str, write: Callable[[Path, Path], None]
-) -> None:
-    """Call ``write(run, folder)`` for every run; one that fails does not keep the others from being written.
-
-    Files go to ``out``, those of several runs to a folder each in it; ``None``: to the folder ``inside`` of each run.
-
-    Raises:
-        UsageError: Nothing was written, or two runs would go to the same folder.
-    """
-    runs = named_runs(paths)
-    folders = [run / inside for run in runs]
-    if out is not None:
-        names = [run.resolve().name for run in runs]
-        folders = [out] if len(runs) == 1 else [out / name for name in names]
-    if len(set(folders)) < len(folders):
-        raise UsageError("Two of the runs have the same name.", "Leave --out out, or name one run at a time.")
-    failed: list[UsageError] = []
-    for run, folder in zip(runs, folders, strict=True):
-        try:
-            write(run, folder)
-        except UsageError as error:
-            failed.append(error)
-            if len(runs) > 1:
-                say(f"{run.name}: {error}")
-    if failed and len(failed) == len(runs):
-        raise failed[-1]
 
 
 def named_row(text: str) -> tuple[Path, str]:

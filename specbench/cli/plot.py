@@ -11,7 +11,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say
-from specbench.cli.named_runs import ResultsArgument, for_each_run
+from specbench.cli.named_runs import RunArgument, named_runs
 
 
 def _names() -> str:
@@ -22,7 +22,7 @@ def _names() -> str:
 
 
 def plot(
-    results: ResultsArgument,
+    results: RunArgument,
     image_format: Annotated[
         Literal["png", "svg", "pdf"], typer.Option("--format", help="File format.")
     ] = "png",
@@ -35,42 +35,33 @@ def plot(
         typer.Option("--out", metavar="DIR", help="Output folder. Default: plots/ in the run's folder."),
     ] = None,
 ) -> None:
-    """Draw the figures of runs: speedup, acceptance, where the time goes."""
-    written: list[Path] = []
+    """Draw the figures of a run: speedup, acceptance, where the time goes.
 
-    def draw(run: Path, folder: Path) -> None:
-        written.extend(_draw(run, folder, image_format, only))
-
-    for_each_run(results, out, "plots", draw)
-    if not written:
-        raise UsageError("There is nothing to plot.", "Name the folder of a run.")
-
-
-def _draw(run: Path, folder: Path, kind: str, only: list[str] | None) -> list[Path]:
-    """Draw the figures of one run: paths go to stdout, reasons for missing ones to stderr."""
+    Paths go to stdout, reasons for missing figures to stderr.
+    """
     from specbench.base.files import file_errors, refuse_link
     from specbench.results.results import load_results
     from specbench.show.plots import draw_figures, save_figure
 
-    results = load_results(run)
-    for problem in results.problems:
+    (run,) = named_runs([results])
+    folder, loaded = out or run / "plots", load_results(run)
+    for problem in loaded.problems:
         say(problem)
-    if results.run.finished is None:
+    if loaded.run.finished is None:
         say(f"{run.name} is unfinished: its figures show what was measured so far.")
-    figures, skipped = draw_figures(results, only)
+    figures, skipped = draw_figures(loaded, only)
     if folder == run / "plots":  # in a folder that somebody else may have made
         refuse_link(folder)
     with file_errors(f"{str(folder)!r} cannot be made", "Give another --out."):
         folder.mkdir(parents=True, exist_ok=True)
-    written = []
     for name, figure in figures.items():
-        path = folder / f"{name}.{kind}"
+        path = folder / f"{name}.{image_format}"
         save_figure(figure, path)
         typer.echo(terminal_safe(str(path)))
-        written.append(path)
     if only:
         for name, reason in skipped.items():
             say(f"{run.name}: no figure {name!r}: {reason}.")
     elif skipped:
         say(f"{run.name} has no data for other figures; --only NAME says why: {', '.join(skipped)}.")
-    return written
+    if not figures:
+        raise UsageError("There is nothing to plot.", "Name a run with measurements.")

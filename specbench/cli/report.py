@@ -8,17 +8,17 @@ from typing import Annotated
 import typer
 
 from specbench.cli.console import say
-from specbench.cli.named_runs import ResultsArgument, for_each_run
+from specbench.cli.named_runs import RunArgument, named_runs
 from specbench.cli.options import output
 
 
 def report(
-    results: ResultsArgument,
+    results: RunArgument,
     out: Annotated[
         Path | None,
         output(
             "--out DIR",
-            "Output folder. Default: the run's own folder. With several runs, each gets a subfolder.",
+            "Output folder. Default: the run's own folder.",
         ),
     ] = None,
     slo: Annotated[
@@ -31,15 +31,12 @@ def report(
     from specbench.show.report import write_report
 
     limits = {} if slo is None else parse_limits(slo)
-
-    def write(run: Path, folder: Path) -> None:
-        done, paths = write_report(run, folder, limits)
-        for path in paths:
-            typer.echo(str(path))
-        for answer in done.answers:
-            say(f"{done.name}: {answer.headline}")
-        grave = [finding for finding in done.findings if finding.severity != "note"]
-        if grave:
-            say(f"{done.name}: {len(grave)} warning{'s' * (len(grave) > 1)}; the report says what to do.")
-
-    for_each_run(results, out, "", write)
+    (run,) = named_runs([results])
+    done, paths = write_report(run, run if out is None else out, limits)
+    for path in paths:
+        typer.echo(str(path))
+    for answer in done.answers:
+        say(f"{done.name}: {answer.headline}")
+    grave = [finding for finding in done.findings if finding.severity != "note"]
+    if grave:
+        say(f"{done.name}: {len(grave)} warning{'s' * (len(grave) > 1)}; the report says what to do.")
