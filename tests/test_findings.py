@@ -69,6 +69,13 @@ def test_the_ids_in_the_code_are_those_of_the_catalog():
     assert rest <= texts, "no logic returns it"
     for name, (severity, _, remedy) in CATALOG.items():
         assert remedy or severity in ("ok", "note"), f"{name} says not what to do"
+    options = {*re.findall(r"--[a-z][a-z-]+", " ".join(" ".join(row) for row in CATALOG.values()))}
+    files = (PACKAGE.parent / "docs" / "cli.md", Path(__file__).with_name("engine_options.json"))
+    known = "".join(file.read_text(encoding="utf-8") for file in files)
+    unknown = {option for option in options if not re.search(rf"{option}\b(?!-)", known)}
+    assert unknown == {"--enable-metrics", "--enable-prefix-caching"}, (
+        "of SGLang and vLLM, not used in exports"
+    )
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 1234567])
