@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
+from functools import cache, wraps
 from random import Random
 
 import architectures as survey
@@ -137,16 +137,25 @@ def test_a_pass_after_any_rollback_gives_the_logits_of_decoding_token_by_token(k
             scorer.rollback(read)
 
 
+def noted_passes(model, monkeypatch):
+    """Return a list that gets the rows of each pass from now on; the model's forward keeps its signature."""
+    fed, forward = [], type(model).forward
+
+    @wraps(forward)
+    def run(*given, **named):
+        fed.append(named["input_ids"].shape[1])
+        return forward(*given, **named)
+
+    monkeypatch.setattr(type(model), "forward", run)
+    return fed
+
+
 @pytest.mark.parametrize("kind", QUICK)
 def test_the_target_is_read_once_per_step(kind, monkeypatch):
     """Neither a rejection nor a step without a draft reads anything again."""
     model, expected = built(kind)
     target = wrap_target(model, name="tiny", pack=False)
-    fed = []
-    forward = type(model).forward
-    monkeypatch.setattr(
-        type(model), "forward", lambda *a, **k: fed.append(k["input_ids"].shape[1]) or forward(*a, **k)
-    )
+    fed = noted_passes(model, monkeypatch)
     drafter = survey.Guesses(IDS, expected, 4)
     result = speculative_generate(IDS, target, drafter, gamma=4, max_new_tokens=40, ignore_eos=True)
     assert list(result.token_ids) == expected
@@ -162,11 +171,7 @@ def test_batches_give_what_requests_give_alone(kind, monkeypatch):
     target = wrap_target(model, name="tiny", pack=False)
     joint = RequestFactory(target.scorer, 4096, 1024).why_not_batched is None
     assert joint == (kind not in LATENT)
-    rows = []
-    forward = type(model).forward
-    monkeypatch.setattr(
-        type(model), "forward", lambda *a, **k: rows.append(k["input_ids"].shape[1]) or forward(*a, **k)
-    )
+    rows = noted_passes(model, monkeypatch)
     for batch in (1, 4):
         rows.clear()
         outputs = speculative_generate_many(
