@@ -248,7 +248,7 @@ drafters/chain.py:ChainDrafter._room  test_decode.py
 
 a draft policy's state leaks into the next prompt
 decoding/loop.py:_observe  test_decode.py
-- request.policy.begin(NewPrompt(unread, token_s, prior))
+- request.policy.begin(NewPrompt(unread, token_s, traits))
 + pass
 
 states of drafts off the path reach the drafter
