@@ -19,6 +19,11 @@ def test_what_changes_nothing_goes_unnoticed():
     assert mutation.noticed_by(mutation.CONTROL) is None
 
 
+def test_every_bug_has_its_place():
+    for bug in (*mutation.ALGORITHM, *mutation.SYSTEM):
+        mutation.mutated(bug, mutation.ROOT / "specbench")
+
+
 def test_a_place_is_found_by_name_and_not_by_format(tmp_path):
     (tmp_path / "new.py").write_text(
         "class A:\n    def f(self, a):\n        b = (  # why\n            a + 1)\n        return b, b\n",
