@@ -40,7 +40,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specbench.backends.torch.caches import make_cache
-from specbench.backends.torch.recurrent import bounds_prompts
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.decoding.drafts import Draft
@@ -379,6 +378,14 @@ def cause(model: Any, ids: list[int]) -> list[str]:
     changed = [*ids[:-1], (ids[-1] + 1) % VOCABULARY]
     gap = deviation(whole(model, changed)[: len(ids) - 1], whole(model, ids)[: len(ids) - 1])
     return [f"not causal (later tokens move earlier logits by {gap:.2g})"] if gap > 1e-3 else []
+
+
+def bounds_prompts(config: PreTrainedConfig) -> bool:
+    """Return whether models of this configuration bound time steps, in prompts alone."""
+    if config.model_type in ("nemotron_h", "zamba2"):
+        return bool(config.time_step_min > 0)
+    unbounded = (0.0, float("inf"))
+    return tuple(getattr(config, "time_step_limit", None) or unbounded) != unbounded
 
 
 def cached(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> list[str]:

@@ -37,7 +37,16 @@ from typing import Any
 
 import torch
 import transformers
-from architectures import VOCABULARY, Guesses, generating, one_by_one, tiny_composite, tiny_config, whole
+from architectures import (
+    VOCABULARY,
+    Guesses,
+    bounds_prompts,
+    generating,
+    one_by_one,
+    tiny_composite,
+    tiny_config,
+    whole,
+)
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
@@ -49,7 +58,6 @@ import scripted_drafters
 from tiny import letter_tokenizer, tiny_tokenizer
 
 from specbench.backends.torch.parity import find_difference
-from specbench.backends.torch.recurrent import bounds_prompts
 from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.progress import quiet_transformers
 from specbench.decoding.records import Step
