@@ -12,7 +12,7 @@ from cli_runs import Cli, Result
 from scripted_server import Manner, ScriptedServer, prompt_of
 
 from specbench.doctor import probes
-from specbench.doctor.findings import Examined, diagnose
+from specbench.doctor.checks import Examined, diagnose
 from specbench.doctor.probes import Observations
 from specbench.findings.catalog import Finding
 from specbench.servers.client import (

@@ -16,7 +16,7 @@ from stored_runs import PLAIN, PROMPTS, times, write_exact
 from test_doctor import answer, drafting
 
 from specbench.base.record import Estimate
-from specbench.doctor.findings import Examined, diagnose
+from specbench.doctor.checks import Examined, diagnose
 from specbench.doctor.probes import Observations
 from specbench.findings.catalog import CATALOG, Finding
 from specbench.findings.review import review

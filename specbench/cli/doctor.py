@@ -52,7 +52,7 @@ def doctor(
 
     Exits with code 1 if there is a problem.
     """
-    from specbench.doctor.findings import Examined, diagnose
+    from specbench.doctor.checks import Examined, diagnose
     from specbench.specs.servers import parse_server
 
     spec = parse_server(server, "server")
@@ -98,7 +98,7 @@ async def _examine(spec: ServerSpec) -> Observations:
 
 
 def _parts(seen: Observations, findings: Sequence[Finding]) -> list[Part]:
-    from specbench.doctor.findings import verdict_of
+    from specbench.doctor.checks import verdict_of
     from specbench.show.document import Facts, Heading, Items, Paragraph
 
     engine = f", {seen.owner}" if seen.owner else ""

@@ -1,4 +1,4 @@
-"""What the observations of a server say: findings, each with its remedy."""
+"""The checks of `specbench doctor`: from the observations of a server to findings."""
 
 from __future__ import annotations
 
