@@ -24,8 +24,9 @@ from specbench.results.summary import Summary
 from specbench.show import document, tables
 from specbench.show import report as content
 from specbench.show.answer import generate_command
+from specbench.show.figures import FIGURES
 from specbench.show.html import to_html
-from specbench.show.plots import FIGURES, draw_figures, figure_bytes
+from specbench.show.plots import draw_figures, figure_bytes
 from specbench.show.report import Report, make_report, write_report
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 from specbench.specs.models import ModelSpec

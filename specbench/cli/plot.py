@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,13 +11,7 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say
 from specbench.cli.named_runs import RunArgument, named_runs
-
-
-def _names() -> str:
-    """The names of all figures, read from the source of their modules: importing these would make the help slow."""
-    modules = (Path(__file__).parents[1] / "show" / "plots").glob("*.py")
-    text = "".join(module.read_text("utf-8") for module in modules)
-    return ", ".join(sorted(re.findall(r'^@figure\(\s*"([^"]+)"', text, re.M)))
+from specbench.show.figures import FIGURES
 
 
 def plot(
@@ -28,7 +21,9 @@ def plot(
     ] = "png",
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="NAME", help=f"Figure to draw; repeatable: {_names()}. Default: all."),
+        typer.Option(
+            "--only", metavar="NAME", help=f"Figure to draw; repeatable: {', '.join(FIGURES)}. Default: all."
+        ),
     ] = None,
     out: Annotated[
         Path | None,

@@ -26,8 +26,9 @@ from specbench.results.summary import Summary
 from specbench.show import tables
 from specbench.show.answer import Answer, answer_parts, find_answers
 from specbench.show.document import Facts, Heading, Image, Items, Part, Sheet, to_markdown
+from specbench.show.figures import FIGURES
 from specbench.show.html import to_html
-from specbench.show.plots import FIGURES, draw_figures, figure_bytes, save_figure
+from specbench.show.plots import draw_figures, figure_bytes, save_figure
 
 _PIXELS_PER_INCH = 124
 """The scale at which the letters in figures are as tall as those in tables."""
@@ -144,12 +145,11 @@ def _figures(summary: Summary, folder: Path) -> tuple[list[Image], str]:
     images = []
     for name, figure in figures.items():
         save_figure(figure, folder / f"{name}.png")
-        kind = FIGURES[name]
-        where = f" Its figures are in the table '{kind.table}'." if kind.table else ""
+        about, table = FIGURES[name]
         width = round(_PIXELS_PER_INCH * figure.get_figwidth())
         images.append(
             Image(
-                f"Chart: {kind.about}.{where}",
+                f"Chart: {about}. Its figures are in the table '{table}'.",
                 f"plots/{name}.png",
                 figure_bytes(figure, "svg", letters=True),
                 width,

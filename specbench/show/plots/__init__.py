@@ -1,14 +1,13 @@
 """Figures of one run, each a ``matplotlib.figure.Figure`` of its own, without the state of pyplot or a window.
 
-A function decorated with ``canvas.figure`` draws a ``canvas.PlotData``, or raises ``NoDataError`` with the reason why
-there is nothing to show.
+The function of a figure draws a ``canvas.PlotData``, or raises ``NoDataError`` with the reason why there is nothing to
+show.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
-from importlib import import_module
+from collections.abc import Callable, Collection, Mapping
 from io import BytesIO
 from pathlib import Path
 
@@ -21,14 +20,19 @@ from specbench.base.errors import UsageError, unknown
 from specbench.base.files import file_errors, write_bytes
 from specbench.results.results import Results
 from specbench.results.summary import Summary
-from specbench.show.plots.canvas import FIGURES, STYLE, NoDataError, PlotData
-
-__all__ = ["FIGURES", "FORMATS", "draw_figures", "figure_bytes", "save_figure"]
+from specbench.show.figures import FIGURES
+from specbench.show.plots import acceptance, speed, steps
+from specbench.show.plots.canvas import STYLE, NoDataError, PlotData
 
 FORMATS = ("png", "svg", "pdf")
 
-for _module in ("speed", "acceptance", "steps"):  # registers the figures, in the order of a report
-    import_module(f"{__name__}.{_module}")
+_DRAW: Mapping[str, Callable[[PlotData], Figure]] = {
+    "speedup": speed.speedup,
+    "batches": speed.speedup_by_batch,
+    "contexts": speed.speedup_by_context,
+    "positions": acceptance.positions,
+    "time": steps.time,
+}
 
 
 def draw_figures(
@@ -59,10 +63,10 @@ def draw_figures(
     skipped: dict[str, str] = {}
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may hold any letter
-        for name, kind in FIGURES.items():
+        for name in FIGURES:
             if only is None or name in only:
                 try:
-                    figures[name] = _freeze_layout(kind.build(data))
+                    figures[name] = _freeze_layout(_DRAW[name](data))
                 except NoDataError as reason:
                     skipped[name] = str(reason)
     if not figures:

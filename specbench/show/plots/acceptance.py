@@ -10,13 +10,12 @@ from matplotlib.ticker import PercentFormatter
 
 from specbench.results.acceptance import positions as acceptance_by_position
 from specbench.show.plots import canvas
-from specbench.show.plots.canvas import NoDataError, PlotData, figure
+from specbench.show.plots.canvas import NoDataError, PlotData
 
 _FEW, _TOO_FEW = 30, 10
 """Drafts at a position below which its rate is marked as uncertain, and not drawn."""
 
 
-@figure("positions", "acceptance by position in the draft", table="Acceptance by position")
 def positions(run: PlotData) -> Figure:
     known: dict[str, list[Any]] = {}
     for row in acceptance_by_position(run.summary):

@@ -1,4 +1,4 @@
-"""Common parts of all figures: registry, data, names and colors of lines, axes, legends and captions.
+"""Common parts of all figures: data, names and colors of lines, axes, legends and captions.
 
 Colors are those of Okabe and Ito (2008), which the color-blind can distinguish, with a dark red in place of their
 yellow. Lines that differ in color differ in their markers too.
@@ -77,43 +77,6 @@ STYLE: Any = {
 
 class NoDataError(Exception):
     """The run has nothing to show in this figure; the message says why."""
-
-
-# --- Registry -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FigureKind:
-    """A figure that a run may have.
-
-    Attributes:
-        build: Draws it.
-        about: What it shows, in a line.
-        table: Heading of the report's table with its numbers; empty without one.
-    """
-
-    build: Callable[[PlotData], Figure]
-    about: str
-    table: str
-
-
-FIGURES: dict[str, FigureKind] = {}
-"""Every figure by name."""
-
-
-def figure(
-    name: str, about: str, *, table: str = ""
-) -> Callable[[Callable[[PlotData], Figure]], Callable[[PlotData], Figure]]:
-    """Register the decorated function in ``FIGURES``; the arguments are the fields of ``FigureKind``.
-
-    ``specbench plot --help`` finds names by searching the source text for lines that start with ``@figure("name"``.
-    """
-
-    def register(build: Callable[[PlotData], Figure]) -> Callable[[PlotData], Figure]:
-        FIGURES[name] = FigureKind(build, about, table)
-        return build
-
-    return register
 
 
 # --- What is drawn --------------------------------------------------------------------------------

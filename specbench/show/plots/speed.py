@@ -14,7 +14,7 @@ from specbench.results.metrics import Figures
 from specbench.results.stats import Floats, ratio_text
 from specbench.results.summary import size_of
 from specbench.show.plots import canvas
-from specbench.show.plots.canvas import NoDataError, PlotData, Series, figure, short
+from specbench.show.plots.canvas import NoDataError, PlotData, Series, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,6 @@ _DODGE = 0.08  # of the distance between two γ, so that intervals do not hide e
 _SHOWN = 1.6  # factor from a value up to which its interval is shown
 
 
-@figure("speedup", "speedup against γ, or of each server", table="Speed")
 def speedup(run: PlotData) -> Figure:
     rows = [row for row in run.rows if not math.isnan(row.tokens_per_second.value)]
     alone = [row for row in rows if row.is_server and row.config.condition.batch is None]
@@ -55,7 +54,6 @@ def _fastest(series: Sequence[Series]) -> str:
     return f"Highest: {'; of fixed γ: '.join(dict.fromkeys(names))}."
 
 
-@figure("batches", "speedup against batch size", table="Speed")
 def speedup_by_batch(run: PlotData) -> Figure:
     alone = "requests were decoded one after the other"
     missing = "no closed loop was measured" if run.summary.side_by_side else alone
@@ -63,7 +61,6 @@ def speedup_by_batch(run: PlotData) -> Figure:
     return _by_load(run, "batch", "requests at a time", "batch size", missing, remark)
 
 
-@figure("contexts", "speedup against length of context", table="Speed")
 def speedup_by_context(run: PlotData) -> Figure:
     missing = "no lengths of context were measured (--context)"
     return _by_load(run, "context", "tokens of context", "context", missing)

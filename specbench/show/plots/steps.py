@@ -9,13 +9,12 @@ from matplotlib.figure import Figure
 
 from specbench.decoding.records import PARTS
 from specbench.show.plots import canvas
-from specbench.show.plots.canvas import NoDataError, PlotData, figure
+from specbench.show.plots.canvas import NoDataError, PlotData
 
 _PART_COLORS = dict(zip(PARTS, ("#EEDD88", "#77AADD", "#225544", "#FFAABB", "#CCCCCC"), strict=True))
 """Light colors (Paul Tol's), as strong ones stand for drafters, and a dark one, which differs from them in gray."""
 
 
-@figure("time", "where the time goes", table="Speed")
 def time(run: PlotData) -> Figure:
     rows = [row for each in run.series for row in each.rows if row.tokens_per_second.value > 0]
     rows.sort(key=lambda row: run.drafters.index(row.config.drafter))
