@@ -101,71 +101,58 @@ FAMILIES = {
 }  # fmt: skip
 
 
-class Layer(NamedTuple):
-    """An MTP layer.
+class Made(NamedTuple):
+    """A checkpoint with MTP layers, of which the first counts.
 
     Attributes:
         parts: The norms and the linear layer, by their names in ``MtpLayer``.
         donor: A model of one layer, which is the MTP layer's decoder layer, with its final norm.
     """
 
-    parts: dict[str, torch.Tensor]
-    donor: Any
-
-
-class Made(NamedTuple):
-    """A checkpoint with MTP layers."""
-
     folder: Path
     target: Any
-    layer: Layer  # the first
+    parts: dict[str, torch.Tensor]
+    donor: Any
     hidden_first: bool
 
 
-def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -> Made:
-    """Write a checkpoint of a family with MTP layers."""
+def make_checkpoint(folder: Path, family: str, seed: int = 0) -> Made:
+    """Write a checkpoint of a family with two MTP layers."""
     model_type, names, settings, layer, hidden_first = FAMILIES[family]
     kind = CONFIG_MAPPING[model_type]
-    counted = {key: layers for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in settings}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        target = AutoModelForCausalLM.from_config(kind(**{**_BASE, **settings, **counted})).eval()
-        made = []
-        for number in range(layers):
-            own = {**_BASE, **settings, "num_hidden_layers": 1, **layer}
-            donor = AutoModelForCausalLM.from_config(kind(**own)).eval()
-            parts = {name: torch.rand(WIDTH) + 0.5 for name in ("enorm", "hnorm", "norm") if name in names}
-            parts["eh_proj"] = torch.randn(WIDTH, 2 * WIDTH) * 0.2
-            if number and not {"N", "M"} & {*names["eh_proj"]}:  # all have them in common
-                parts = made[0].parts
-            made.append(Layer(parts, donor))
-    for each in made:
-        with torch.no_grad():
-            if "norm" in each.parts:
-                each.donor.model.norm.weight.copy_(each.parts["norm"])
-            else:
-                each.donor.model.norm = torch.nn.Identity()
+        target = AutoModelForCausalLM.from_config(kind(**{**_BASE, **settings})).eval()
+        own = {**_BASE, **settings, "num_hidden_layers": 1, **layer}
+        donor = AutoModelForCausalLM.from_config(kind(**own)).eval()
+        parts = {name: torch.rand(WIDTH) + 0.5 for name in ("enorm", "hnorm", "norm") if name in names}
+        parts["eh_proj"] = torch.randn(WIDTH, 2 * WIDTH) * 0.2
+    with torch.no_grad():
+        if "norm" in parts:
+            donor.model.norm.weight.copy_(parts["norm"])
+        else:
+            donor.model.norm = torch.nn.Identity()
     target.generation_config.do_sample = False
     target.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    own_tensors = load_file(folder / "model.safetensors")
-    for number, each in enumerate(made):
-        each.donor.save_pretrained(folder / "donor")
-        stored = load_file(folder / "donor" / "model.safetensors")
-        placed = {
+    donor.save_pretrained(folder / "donor")
+    stored = load_file(folder / "donor" / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    for number in (1, 0):  # the first last: names without a number are its own
+        place = {
             part: name.replace("M", str(LAYERS + number)).replace("N", str(number))
             for part, name in names.items()
         }
-        own_tensors |= {
-            name.replace("model.layers.0", placed["block"]): tensor
+        tensors |= {
+            name.replace("model.layers.0", place["block"]): tensor + number
             for name, tensor in stored.items()
             if name.startswith("model.layers.0.")
         }
-        own_tensors |= {f"{placed[name]}.weight": tensor for name, tensor in each.parts.items()}
-    save_file(own_tensors, folder / "model.safetensors", {"format": "pt"})
+        tensors |= {f"{place[name]}.weight": tensor + number for name, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     shutil.rmtree(folder / "donor")
     target.config.name_or_path = str(folder)
-    return Made(folder, target, made[0], hidden_first)
+    return Made(folder, target, parts, donor, hidden_first)
 
 
 @torch.inference_mode()
@@ -188,8 +175,7 @@ def formula(made: Made, tokens: list[int], drafted: int = 0) -> torch.Tensor:
 
 def _run(made: Made, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
     """Return the layer's outputs at tokens, given the features that go with them."""
-    parts, donor = made.layer
-    normed = []
+    parts, normed = made.parts, []
     inputs = made.target.get_input_embeddings()(torch.tensor(tokens)), features
     for name, each in zip(("enorm", "hnorm"), inputs, strict=True):
         norm = type(made.target.model.norm)(WIDTH, eps=made.target.config.rms_norm_eps)
@@ -197,5 +183,5 @@ def _run(made: Made, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
         normed.append(norm(each))
     x = torch.cat(normed[::-1] if made.hidden_first else normed, dim=-1) @ parts["eh_proj"].T
     # The layer's own positions begin at 0, as those of the layer in the package do.
-    out: torch.Tensor = donor.model(inputs_embeds=x[None]).last_hidden_state[0]
+    out: torch.Tensor = made.donor.model(inputs_embeds=x[None]).last_hidden_state[0]
     return out

@@ -203,16 +203,20 @@ def test_who_drafts(context, script, limits, tokens, drafted, passes):
     assert draft.passes == len(drafter.model.scorer.passes) == passes
 
 
-def test_the_model_goes_on_where_the_counts_end():
+class Once(LookupDrafter):
+    """Knows the first token of a draft alone."""
+
+    def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
+        return None if drafted else super().guess(context, drafted, sampling)
+
+
+def test_the_model_goes_on_where_the_free_drafter_ends():
     context = [1, 2, 3, 9, 1, 2]
-    drafter = Watched(
-        NGramDrafter(NGram(order=3, min=2, max=2)), ModelDrafter(scripted([5, 6, 7, 8], 8), "model")
-    )
+    drafter = Watched(Once(Lookup(min=2)), ModelDrafter(scripted([5, 6, 7, 8], 7), "model"))
     draft = propose(drafter, context, FixedLength(4))
-    assert draft.tokens == [3, 9, 5, 6]
-    assert kinds(draft) == "ffmm"
-    assert drafter.model.scorer.passes == [8, 1], "prompt and free drafts in one pass"
-    assert draft.sources[:2] == [Guess(3, 0.5), Guess(9, 0.5)]
+    assert (draft.tokens, kinds(draft)) == ([3, 5, 6, 7], "fmmm")
+    assert drafter.model.scorer.passes == [7, 1, 1], "prompt and free drafts in one pass"
+    assert draft.sources[0] == Guess(3, 2 / 3)
 
 
 # -- the rules read it ---------------------------------------------------------------------------------
@@ -293,7 +297,7 @@ def test_what_others_drafted_is_fed_in_one_pass():
 
 def test_a_free_draft_that_the_model_lacks_ends_its_part():
     context = [1, 11, 2, 11, 1]
-    free = NGramDrafter(NGram(order=2, max=1))
+    free = Once(Lookup(min=1))
     scorer = scripted([5], 5)
     assert kinds(propose(CascadeDrafter(free, ModelDrafter(scorer, "model")), context)) == "fmmmmm"
     scorer = scripted([5], 5)

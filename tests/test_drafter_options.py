@@ -152,7 +152,7 @@ FREE: dict[type, type] = {Lookup: LookupDrafter, NGram: NGramDrafter, Suffix: Su
     "text",
     [
         "lookup", "lookup:n=2", "lookup:n=any", "lookup:n=5,min=2", "lookup:min=3", "ngram",
-        "ngram:order=2,max=3,keep,top-k=4,sample", "suffix", "suffix:n=8,min=2,keep", "suffix+self:int8",
+        "ngram:order=2,keep,top-k=4,sample", "suffix", "suffix:n=8,min=2,keep", "suffix+self:int8",
         "suffix:min=1+self:int8", "lookup:n=any|lookup+self:int8|org/small", "grammar", "grammar+lookup",
         "grammar+lookup:n=5+self:int8",
     ],
@@ -169,7 +169,7 @@ def test_a_drafter_is_named_as_it_is_written(text):
     ("word", "options"),
     [
         ("lookup", "n=0 n=65 min=0 min=65,n=any min=4 n n=many min=any order=3"),
-        ("ngram", "order=1 order=17 order order=two max=0 top-k=0 keep=yes gamma=4"),
+        ("ngram", "order=1 order=17 order order=two top-k=0 keep=yes gamma=4"),
         ("suffix", "n=0 n=65 min=5,n=4 min=0 order=3"),
     ],
 )

@@ -70,9 +70,8 @@ CONTINUATIONS = [
     ({"order": 2}, [1, 5, 1, 6, 1], [6]),  # of equals the last
     ({"order": 3}, [1, 2, 3, 2, 9, 2, 9, 1, 2], [3]),  # after 2 alone 9 is more frequent
     ({"order": 4}, [1, 2, 3, 8, 3], [8]),
-    ({"max": 2}, [1, 1, 1], [1, 1]),
     # 4 was followed by 1 last; after the own draft 1 2 3 it is 5.
-    ({"max": 3}, [1, 2, 3, 4, 5, 3, 9, 4, 1, 1, 2], [3, 4, 5]),
+    ({}, [1, 2, 3, 4, 5, 3, 9, 4, 1, 1, 2], [3, 4, 5]),
 ]
 
 

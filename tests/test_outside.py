@@ -221,9 +221,9 @@ def test_trees_are_refused_before_the_target_is_loaded_where_the_class_drafts_ch
 def test_a_changed_file_runs_again(folder):
     target = wrap_target(tiny_llama(), tiny_tokenizer())
     before = load_drafter("./mine.py:Last", target)
-    Path("mine.py").write_text(MINE + "\nLast.longest = 1\n", encoding="utf-8")
+    Path("mine.py").write_text(MINE + "\nLast.forces = True\n", encoding="utf-8")
     after = load_drafter("./mine.py:Last", target)
-    assert (before.longest, after.longest) == (None, 1)  # type: ignore[attr-defined]
+    assert (before.forces, after.forces) == (False, True)  # type: ignore[attr-defined]
 
 
 def test_no_stored_name_makes_a_file_run(folder):

@@ -53,9 +53,6 @@ class FreeDrafter(Drafter):
         True
     """
 
-    longest: int | None = None
-    """The longest draft; ``None`` for no limit."""
-
     trees = False
     """Whether it also drafts trees; see ``CandidateDrafter``."""
 
@@ -120,7 +117,7 @@ class FreeDrafter(Drafter):
         growing = MixedDraft(self, plan, context)
         draft, policy = growing.draft, plan.policy
         draft.passes = None
-        limit = policy.begin_step(plan.budget if self.longest is None else min(plan.budget, self.longest))
+        limit = policy.begin_step(plan.budget)
         while growing.continues(limit):
             draft.guess = self.allowed_guess(context, draft.tokens, plan.sampling)
             if draft.guess is None or not policy.expand(draft):

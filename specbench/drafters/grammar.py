@@ -29,7 +29,6 @@ class GrammarDrafter(FreeDrafter):
     def __init__(self, spec: Grammar, target: Any = None) -> None:
         super().__init__(spec, target)
         self.rest = None if spec.rest is None else make_free(spec.rest, target)
-        self.longest = None if self.rest is None else self.rest.longest
 
     def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)

@@ -33,7 +33,6 @@ class NGramDrafter(FreeDrafter):
     def __init__(self, spec: NGram | None = None, target: Any = None) -> None:
         self.spec = spec or NGram()
         super().__init__(self.spec, target)
-        self.longest = self.spec.max
         self._continuations: dict[tuple[int, ...], _Continuations] = {}
         self._vocabulary: int | None = None
         self._device = torch.device("cpu")
@@ -51,8 +50,6 @@ class NGramDrafter(FreeDrafter):
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
         """Guess by the longest known context."""
-        if self.spec.max is not None and len(drafted) >= self.spec.max:
-            return None
         known = self._longest_known([*context[-(self.spec.order - 1) :], *drafted][-(self.spec.order - 1) :])
         if known is None:
             return None

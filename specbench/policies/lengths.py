@@ -60,17 +60,19 @@ class EntropyGuidedLength(ChainPolicy):
         return self._notes
 
 
+def _entropy_root(draft: Draft, factor: float) -> float:
+    """Return the root of a multiple of the entropy that the last token was drawn at; 0 without a token or logits."""
+    source = draft.sources[-1] if draft.sources else None
+    return math.sqrt(factor * source.entropy) if isinstance(source, Logits) else 0.0
+
+
 class SvipLength(ChainPolicy):
     """SVIP (Zhang et al. 2024, arXiv 2411.18462): stops after a token with ``sqrt(0.15 · H(q_i)) > threshold``."""
 
     spec: Svip
-    factor = 0.15
 
     def should_continue(self, draft: Draft) -> bool:
-        source = draft.sources[-1] if draft.sources else None
-        return not isinstance(source, Logits) or (
-            math.sqrt(self.factor * source.entropy) <= self.spec.threshold
-        )
+        return _entropy_root(draft, 0.15) <= self.spec.threshold
 
 
 class EntropyBoundLength(ChainPolicy):
@@ -87,26 +89,22 @@ class EntropyBoundLength(ChainPolicy):
     """
 
     spec: EntropyBound
-    factor = 0.2
-    target_rate = 0.9
-    step = 0.01
 
     def begin(self, prompt: NewPrompt) -> None:
-        self.threshold, self._rate = self.spec.threshold, self.target_rate
+        self.threshold, self._rate = self.spec.threshold, 0.9
 
     def should_continue(self, draft: Draft) -> bool:
-        source = draft.sources[-1] if draft.sources else None
-        return not isinstance(source, Logits) or 1 - math.sqrt(self.factor * source.entropy) >= self.threshold
+        return 1 - _entropy_root(draft, 0.2) >= self.threshold
 
     def observe(self, step: Step) -> None:
         if step.gamma == 0 or step.closing is None:
             return  # after a stop the acceptance is unknown
         self._rate = 0.5 * self._rate + 0.5 * step.accepted / step.gamma
         wanted = self.threshold
-        if self._rate < self.target_rate:
-            wanted += self.step
+        if self._rate < 0.9:
+            wanted += 0.01
         elif step.accepted < self._limit:
-            wanted -= self.step
+            wanted -= 0.01
         self.threshold = 0.9 * self.threshold + 0.1 * wanted
 
     def notes(self) -> Mapping[str, float]:

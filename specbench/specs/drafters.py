@@ -135,7 +135,6 @@ class NGram(FreeSpec, word="ngram", drafter="ngram:NGramDrafter"):
     order: int = option(
         4, "order=N", "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less", least=2, most=16
     )
-    max: int | None = option(None, "max=TOKENS", "maximum number of tokens drafted in a step", least=1)
     keep: bool = option(False, "keep", "keep the counts between prompts")
     top_k: int = option(
         1, "top-k=K", "also count the target's K most probable tokens at each verified position", least=1
