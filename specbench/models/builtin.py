@@ -17,7 +17,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from specbench.base.cache import CACHE_VARIABLE, cache_folder
@@ -74,7 +73,10 @@ def _prepare(
     if folder.is_dir():
         return folder
 
-    with _cache_errors():
+    with file_errors(
+        f"The cache folder {str(cache_folder())!r} cannot be written",
+        f"Make room there, or set {CACHE_VARIABLE} to another folder.",
+    ):
         parent.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that prepares {label}"
         with locked(parent / f"{entry}.lock", lambda: announce(progress, waiting)):
@@ -95,13 +97,6 @@ def _prepare(
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     return folder
-
-
-def _cache_errors() -> AbstractContextManager[None]:
-    return file_errors(
-        f"The cache folder {str(cache_folder())!r} cannot be written",
-        f"Make room there, or set {CACHE_VARIABLE} to another folder.",
-    )
 
 
 # -- fetching --------------------------------------------------------------------------------------

@@ -59,12 +59,7 @@ def _scorer(module: Assistant, target: OfTarget) -> AssistantScorer:
     return AssistantScorer(module, target, shared)
 
 
-@register(
-    "assistant",
-    _scorer,
-    check=_check,
-    convert=_convert,
-)
+@register("assistant", _scorer, check=_check, convert=_convert)
 def _module(head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> nn.Module:
     config: Any = read_any_config(head.files.folder, head.name)
     layers: Any = text_config(config)

@@ -97,10 +97,4 @@ def _dflash2(files: HeadFiles, shape: EagleShape) -> nn.Module:
 def _dspark(files: HeadFiles, shape: EagleShape) -> nn.Module:
     rank = files.setting("markov_rank", Count, 256)
     markov = files.setting("markov_head_type", MarkovType, "vanilla")
-    block = block_shape(
-        files,
-        anchored=True,
-        markov=markov if rank else None,
-        rank=rank,
-    )
-    return DSparkHead(shape, block)
+    return DSparkHead(shape, block_shape(files, anchored=True, markov=markov if rank else None, rank=rank))

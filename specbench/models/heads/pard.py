@@ -15,10 +15,6 @@ _MOST = 32
 """Tokens that it drafts at most, as in its authors' code."""
 
 
-@register(
-    "pard",
-    makes="model_drafter",
-    check=lambda files, _: files.token("pard_token"),
-)
+@register("pard", makes="model_drafter", check=lambda files, _: files.token("pard_token"))
 def _drafter(files: HeadFiles, scorer: Scorer, name: str) -> ParallelDrafter:
     return ParallelDrafter(scorer, name, [files.token("pard_token")] * (_MOST - 1))
