@@ -147,7 +147,7 @@ def test_a_healthy_server_has_no_problem(examine, models):
     assert (done.code, problems(findings)) == (0, set()), findings
     said = {finding["id"]: finding["text"] for finding in findings}
     assert "256 draft tokens" in said["speculation.on"]
-    assert "γ 4.0, 84%" in said["method.length"]
+    assert "γ 4.0, 84%" in said["speculation.length"]
     assert "88%, 75%, 62%, 50%" in said["acceptance.positions"]
     sound = {topic(finding) for finding in findings if finding["severity"] == "ok"}
     assert {"tokens", "logprobs", "cache", "repeat", "counters"} <= sound

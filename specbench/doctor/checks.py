@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.base.record import Json, ratio
-from specbench.base.textsafe import counted, one_line
+from specbench.base.textsafe import counted
 from specbench.doctor.probes import TEMPERATURE, draft_counts
 from specbench.findings.catalog import Finding
 from specbench.servers.client import count_tokens
@@ -136,23 +136,9 @@ def _speculation(e: Examined) -> Iterator[Finding]:
         yield Finding("speculation.missing" if e.expected == "on" else "speculation.off")
 
 
-def _method(e: Examined) -> Iterator[Finding]:
-    if e.drafted and (name := _named_method(e.seen.about)):
-        yield Finding("method.name", name=name)
+def _length(e: Examined) -> Iterator[Finding]:
     if e.drafted and e.gamma is not None:
-        yield Finding("method.length", gamma=e.gamma, share=e.drafting_share)
-
-
-def _named_method(about: Json) -> str:
-    """Return the method that a server's page names; empty if it names none."""
-    places: list[Any] = [about.get("speculative_algorithm")]
-    for model in _listed(about.get("data")):
-        if isinstance(model, dict) and isinstance(model.get("speculation"), dict):
-            places += [model["speculation"].get("drafter")]
-    defaults = about.get("default_generation_settings")
-    if isinstance(defaults, dict) and isinstance(defaults.get("params"), dict):
-        places += [defaults["params"].get("speculative.types")]
-    return next((one_line(name) for name in places if isinstance(name, str) and name not in ("", "none")), "")
+        yield Finding("speculation.length", gamma=e.gamma, share=e.drafting_share)
 
 
 def _acceptance(e: Examined) -> Iterator[Finding]:
@@ -309,7 +295,7 @@ def _failures(e: Examined) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    _speculation, _method, _acceptance, _temperature, _counters, _tokens, _logprobs, _repeat, _cache, _failures,
+    _speculation, _length, _acceptance, _temperature, _counters, _tokens, _logprobs, _repeat, _cache, _failures,
 )  # fmt: skip
 
 

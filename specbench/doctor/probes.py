@@ -69,7 +69,6 @@ class Observations:
         again: Texts of one prompt, greedy: two streams, and one answer without a stream if there is one.
         turns: The answers to the first two turns of conversations, which begin with longer and longer texts.
         logprobs: The field of that name in an answer that was asked for it; ``None`` if the server refused it.
-        about: The server's page with its configuration.
         failed: Why a probe has no result, by its name.
     """
 
@@ -84,7 +83,6 @@ class Observations:
     again: list[str] = field(default_factory=list)
     turns: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
     logprobs: Json | None = None
-    about: Json = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -112,8 +110,6 @@ class Examination:
             ServerError: The first request fails.
         """
         seen, client = self.seen, self._client
-        if seen.dialect.about:
-            seen.about = await client.page(seen.dialect.about)
         await self._first()
         seen.before = await client.counters()
         seen.uncounted = seen.before is None and bool(await client.metrics())

@@ -273,8 +273,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "speculation.off": ("ok", "Speculation is off.", ""),
     "speculation.unwanted": ("problem", "Speculation is on.", "Start the server without its options."),
     "speculation.on": ("ok", "Speculation is on: {drafted:draft token} for {tokens:token}.", ""),
-    "method.name": ("ok", "Method: {name}.", ""),
-    "method.length": ("ok", "Effective γ {gamma:.1f}, {share:.0%} of the steps draft.", ""),
+    "speculation.length": ("ok", "Effective γ {gamma:.1f}, {share:.0%} of the steps draft.", ""),
     "acceptance.none": (
         "problem", "None of {drafted:draft token} was accepted.",
         "The drafter does not fit the target: check its tokenizer, its weights and its revision."),

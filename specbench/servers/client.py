@@ -310,10 +310,6 @@ class ServerClient:
             raise self._refusal(response)
         return answer
 
-    async def page(self, path: str) -> Json:
-        """Return a page of the server that holds a JSON object; an empty one if there is none."""
-        return _object(await self._text_at(path))
-
     async def models(self) -> dict[str, str]:
         """Return the owners of the server's models by their names; empty if not reported.
 

@@ -22,7 +22,6 @@ class Dialect:
         known: Whether the kind is known: the fields can be relied on, and prompt caches are avoided by them.
         reports_drafts: Whether every answer reports draft counts, with 0 for missing ones.
         counts_if_on: Whether `/metrics` has draft counters only if speculation is configured.
-        about: Path of a page with the server's configuration; empty if there is none.
     """
 
     always: Mapping[str, Any] = field(default_factory=dict)
@@ -32,7 +31,6 @@ class Dialect:
     known: bool = True
     reports_drafts: bool = False
     counts_if_on: bool = False
-    about: str = ""
 
     def settings(self, tokens: int, temperature: float = 0.0, seed: int = 0, *, cached: bool = False) -> Json:
         """Return the fields of a request for an answer.
@@ -56,11 +54,10 @@ _DIALECTS = {
         always={"return_token_ids": True},
         plain={"speculation": "off"},
         reports_drafts=True,
-        about="/v1/models",
     ),
-    "llamacpp": Dialect(cold={"cache_prompt": False}, about="/props"),
+    "llamacpp": Dialect(cold={"cache_prompt": False}),
     "vllm": Dialect(always={"return_token_ids": True}, salt="cache_salt", counts_if_on=True),
-    "sglang": Dialect(always={"return_token_ids": True}, salt="cache_salt", about="/server_info"),
+    "sglang": Dialect(always={"return_token_ids": True}, salt="cache_salt"),
 }
 """By the owner that a server lists for its models. specbench itself caches no prompts."""
 
