@@ -29,7 +29,7 @@ COMMAND = [sys.executable, "-c", PROGRAM]
 HEAVY = ("torch", "transformers", "numpy", "pandas", "matplotlib", "scipy")
 
 
-@pytest.mark.parametrize("module", ["typer", "specbench.cli.cache", "specbench.options"])
+@pytest.mark.parametrize("module", ["typer", "specbench.cli.drafters", "specbench.options"])
 def test_an_interrupt_while_the_program_is_imported_ends_it_quietly(module):
     """Python's own imports aside."""
     program = (

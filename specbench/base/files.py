@@ -10,7 +10,6 @@ import errno
 import hashlib
 import os
 import secrets
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,12 +19,6 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
-
-
-def require_writable(folder: Path) -> None:
-    """Raise ``OSError`` if a folder is not writable; called before long work begins."""
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def write_text(path: str | Path, text: str) -> None:
