@@ -330,12 +330,14 @@ def test_only_small_files_and_headers_come_from_the_hub(tmp_path, target, monkey
     fit = of(target, "org/head")
     assert (fit.faults, asked) == ([], ["org/head"])
     assert fit.facts is not None
-    assert fit.facts.stored_bytes == pytest.approx(
+    assert fit.facts.memory() == pytest.approx(
         4 * sum(each.numel() for each in eagle_tensors().values()), rel=0.01
     )
     monkeypatch.delattr(huggingface_hub, "get_safetensors_metadata")  # as a network that fails
     fit = of(target, "org/head")
     assert "cannot be read" in fit.doubts[-1]
+    assert fit.facts is not None
+    assert fit.facts.memory("int8") is None
 
 
 # -- the command -------------------------------------------------------------------------------------
@@ -353,6 +355,7 @@ def test_the_command(cli, tmp_path, target):
         f"drafts 40 of the target's {VOCAB} tokens",
         '"method": "eagle3"',
         "SGLang 0.5.23 no: cannot load the head in",
+        "weights, MB stored float32 bfloat16 int8 int4",
     ):
         assert part in said
     missing = cli("drafters", "--target", target, head, "mtp")

@@ -58,6 +58,7 @@ def test_a_run_beside_published_lengths(cli: Cli, tmp_path):
     rows = {row.config.label: row for row in Summary(load_results(run)).rows}
     one = next(row for row in rows.values() if row.config.gamma == 1)
     steps = one.steps[one.steps["drafted"] > 0]
+    assert one.accepted_per_draft.value == pytest.approx(steps["accepted"].mean())
     length = one.tokens_per_draft.value
     assert length == pytest.approx(1 + steps["accepted"].mean())
     assert rows["plain"].tokens_per_draft.value != rows["plain"].tokens_per_draft.value, "it drafts nothing"

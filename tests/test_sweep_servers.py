@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -29,7 +30,7 @@ from specbench.bench.session import Session
 from specbench.findings.review import review
 from specbench.generate import encode_messages
 from specbench.options import DecodingOptions
-from specbench.results.acceptance import positions
+from specbench.results.acceptance import positions, schedule, shorter
 from specbench.results.compare import compare_runs
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
@@ -313,6 +314,29 @@ def test_steps_that_a_server_reports(sweep, tmp_path, batch, missing):
     ]
     assert not any(each.least for each in places)
     assert results.placed_steps.empty == bool(missing)
+    fewer = [each for each in shorter(summary) if each.config is row.config]
+    # Of drafts of 4, 3 of 4 (2 of 3) were accepted at their end: so often the next step goes on with the same draft.
+    expected = (
+        [(14 + 3 * 12) / 4, (11 + 3 * 9) / 4, (10 + 3 * 7) / 4, 7]
+        if not missing
+        else [8 + (9 + 2 * 8) / 3, 8 + (7 + 2 * 6) / 3, 8 + (6 + 2 * 4) / 3, 12]
+    )
+    assert [each.tokens_per_step.value for each in fewer] == pytest.approx([23 / count for count in expected])
+    assert fewer[-1].speedup == pytest.approx(row.speedup.value)
+    write_report(tmp_path / "run")
+    page = (tmp_path / "run" / "report.md").read_text().replace("\\", "")
+    assert "Predicted with shorter drafts" in page
+    assert ("num_speculative_tokens_per_batch_size" in page) == (batch is not None)
+
+
+def test_the_fastest_draft_length_by_batch_size():
+    def made(batch: int | None, *speedups: float) -> list[SimpleNamespace]:
+        config = SimpleNamespace(drafter="d", condition=SimpleNamespace(batch=batch))
+        return [SimpleNamespace(config=config, gamma=g, speedup=s) for g, s in enumerate(speedups, 1)]
+
+    rows = [*made(16, 0.9, 0.8), *made(None, 1.2, 1.3), *made(4, 1.1, 1.0)]
+    assert schedule(rows) == {"d": [[1, 1, 2], [2, 4, 1], [5, 16, 0]]}
+    assert schedule(made(4, 1.2)) == schedule(made(4, math.nan)) == {}
 
 
 def test_places_of_other_answers_are_left_out(sweep, tmp_path):

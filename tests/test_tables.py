@@ -19,7 +19,7 @@ from specbench.base.record import Estimate
 from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
-from specbench.results.acceptance import positions
+from specbench.results.acceptance import along, positions
 from specbench.results.frames import paired_generations
 from specbench.results.lines import ServerAnswer, StepLists
 from specbench.results.results import NO_REPORT, Results, load_results, row_cells, step_frame
@@ -216,6 +216,19 @@ class TestOtherFrames:
         assert (first.rate, first.alpha) == pytest.approx((2 / 3, 0.6))
         assert (second.drafted, second.tested, second.accepted) == (2, 1, 0)
         assert (second.rate, second.rate_of_drafted, second.alpha) == pytest.approx((0.0, 0.0, 0.4))
+
+    def test_acceptance_along_answers_and_contexts(self):
+        """The first 64 tokens keep every draft, the others none; contexts begin with 5 tokens of prompt."""
+        good, bad = (1, 1, 1, 2, [0.5], (0.1,) * 6), (1, 1, 0, 1, [0.5], (0.1,) * 6)
+        steps = [good] * 32 + [bad] * 70
+        rows = [row("d@1", f"a-{i}", new_tokens=135, steps=steps) for i in range(3)]
+        rows.append(row("d@1", "a-9", new_tokens=500, steps=steps))  # not all of its steps are there
+        found = along(Summary(frame_of(row("plain", "a-1"), *rows)))
+        assert [(part.of, part.first, part.last, part.steps) for part in found] == [
+            ("answer", 0, 63, 96), ("answer", 64, 127, 189),
+            ("context", 0, 63, 87), ("context", 64, 127, 183), ("context", 128, 255, 36),
+        ]  # fmt: skip
+        assert [part.rate for part in found] == pytest.approx([1.0, 0.0, 1.0, 9 / 183, 0.0])
 
 
 def shown(sheet: document.Sheet, width: int = 80) -> str:

@@ -15,8 +15,8 @@ from specbench.specs.drafters import DRAFTERS, SmallModel, parse_drafter
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from specbench.export.fits import Fit
-    from specbench.show.document import Part
+    from specbench.export.fits import Fit, ModelFacts
+    from specbench.show.document import Part, Sheet
 
 
 def drafters(
@@ -36,8 +36,8 @@ def drafters(
     """List the drafters with their options, or say whether some fit a target.
 
     With --target, config.json, tokenizers and the headers of weights are read, or fetched from the hub, and no weights:
-    what a drafter is, what it was made for, and which engines take it by which options. Exit code 1 if one does not
-    fit.
+    what a drafter is, what it was made for, the memory of both, and which engines take it by which options. Exit code 1
+    if one does not fit.
     """
     if target is None and not heads:
         write_parts(*_listing())
@@ -62,7 +62,7 @@ def _compare(target: str, heads: Sequence[str]) -> None:
         specs.append(spec)
     facts = read_facts(Recipe.of_target(target).target)
     fits = [fit_of(facts, spec) for spec in specs]
-    write_parts(*(part for fit in fits for part in _shown(fit)))
+    write_parts(*(part for fit in fits for part in _shown(fit)), _memory(facts, fits))
     if any(fit.faults for fit in fits):
         raise typer.Exit(1)
 
@@ -82,6 +82,17 @@ def _shown(fit: Fit) -> Iterator[Part]:
     if fit.refused:
         others = [(name, [(reason, "dim")]) for name, reason in fit.refused]
         yield Facts(others, max(len(name) for name, _ in others) + 2)
+
+
+def _memory(target: ModelFacts, fits: Sequence[Fit]) -> Sheet:
+    from specbench.export.fits import DTYPES
+    from specbench.show.document import Sheet
+
+    rows = []
+    for facts in (target, *(fit.facts for fit in fits if fit.facts is not None)):
+        sizes = [facts.memory(dtype) for dtype in (None, *DTYPES)]
+        rows.append([facts.name, *("–" if size is None else f"{size / 1e6:,.0f}" for size in sizes)])
+    return Sheet(["weights, MB", "stored", *DTYPES], rows)
 
 
 def _listing() -> Iterator[Part]:

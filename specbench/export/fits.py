@@ -25,6 +25,9 @@ from specbench.specs.drafters import Mtp, SmallModel
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import LONGEST_DRAFT, Fixed
 
+DTYPES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.625}
+"""Bytes per weight of linear layers in specbench, scales included."""
+
 _OF_TARGET = ("--dtype", "--temp", "--model", "--model-path", "--revision")
 """Engines' options that have nothing to do with the drafter."""
 
@@ -70,13 +73,18 @@ class ModelFacts:
             )
         return value
 
-    @property
-    def stored_bytes(self) -> float:
-        """About how many bytes its weights take as stored; 0 if that is not known."""
+    def memory(self, dtype: str | None = None) -> float | None:
+        """Return about how many bytes its weights take as stored, or in a dtype; ``None`` if that is not known."""
+        if not self.headers or (dtype and "quantization_config" in {*self.settings, *self.text}):
+            return None
         total = 0.0
-        for header in self.headers.values():
+        for name, header in self.headers.items():
             bits = re.search(r"\d+", header.dtype)
-            total += math.prod(header.shape) * (int(bits[0]) / 8 if bits else 1)
+            size = int(bits[0]) / 8 if bits else 1
+            if dtype is not None:  # embeddings and norms are not quantized
+                linear = len(header.shape) > 1 and "embed" not in name
+                size = DTYPES[dtype] if linear else max(2.0, DTYPES[dtype])
+            total += math.prod(header.shape) * size
         return total
 
 
@@ -143,7 +151,7 @@ def fit_of(target: ModelFacts, drafter: SmallModel) -> Fit:
             others = _examine_model(fit, fit.facts, target)
         if not fit.facts.headers:
             fit.doubts.append("The headers of its weights cannot be read: only config.json was compared.")
-        if fit.facts.stored_bytes >= (target.stored_bytes or math.inf):
+        if (fit.facts.memory() or 0) >= (target.memory() or math.inf):
             fit.doubts.append("Its weights are no smaller than the target's: drafts cost what they save.")
     if not fit.faults:
         _add_engines(fit, target, drafter, head, *others)

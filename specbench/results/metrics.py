@@ -355,15 +355,20 @@ class Figures:
         """Accepted over tested tokens."""
         return self._rate("acceptance_tested", most=1.0)
 
-    @metric("tokens/draft", rank=18, interval=True)
-    def tokens_per_draft(self) -> Estimate:
-        """Accepted tokens of a draft and the bonus token, as vLLM and SPEED-Bench count; only steps that draft."""
+    @metric("kept/draft", rank=18, interval=True)
+    def accepted_per_draft(self) -> Estimate:
+        """Accepted tokens per draft: the accepted length without the bonus token, as TensorRT-LLM counts it."""
         if not self.is_server:
             drafts, unit = self.steps[self.steps["drafted"] > 0].assign(drafts=1.0), "prompt"
         else:
             drafts, groups = (rows[rows["drafts"] > 0] for rows in (self.answers, self.groups))
             drafts, unit = (groups, "group") if drafts.empty else (drafts, "prompt")
-        kept = _pooled(drafts, "accepted", "drafts", unit)
+        return _pooled(drafts, "accepted", "drafts", unit)
+
+    @metric("tokens/draft", rank=18, interval=True)
+    def tokens_per_draft(self) -> Estimate:
+        """The same with the bonus token, as vLLM, SGLang and SPEED-Bench count it; no step without a draft counts."""
+        kept = self.accepted_per_draft
         low, high = (None if end is None else end + 1.0 for end in (kept.low, kept.high))
         return structs.replace(kept, value=kept.value + 1.0, low=low, high=high)
 

@@ -12,7 +12,7 @@ from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
 from specbench.findings.catalog import Finding
 from specbench.results import stats
-from specbench.results.acceptance import positions
+from specbench.results.acceptance import along, positions, schedule, shorter
 from specbench.results.metrics import METRICS, PERCENTILES, Figures
 from specbench.results.run import OTHER_ANSWERS, PLAIN
 from specbench.results.summary import Summary
@@ -203,7 +203,7 @@ _SUMMARY = (
     Column("verdict_text", "verdict", "text"),
     *_figures("warming speedup_total pooled_speedup"),
     _figure("tokens_per_step", mark=lambda row: "~" * (row.step_source == "bursts")),
-    *_figures("acceptance_rate acceptance_tested tokens_per_draft alpha forced_share"),
+    *_figures("acceptance_rate acceptance_tested tokens_per_draft accepted_per_draft alpha forced_share"),
     *_figures("corrected_share mean_gamma mean_nodes"),
     *_figures("cached_share ttft_s"),
     *_figures(" ".join(f"share_{part}" for part in PARTS)),
@@ -246,6 +246,22 @@ _POSITIONS = (
     Column("rate_of_drafted", "accepted/drafted", "share", mark=_bound("rate_of_drafted")),
     Column("alpha", "α", rank=1),
 )
+_ALONG = (
+    _CONFIGURATION,
+    Column("of", "of", "text"),
+    Column("first", "from", "count"),
+    Column("last", "to", "count"),
+    Column("steps", "steps", "count", 2),
+    Column("tokens_per_step", "tokens/step", "ratio"),
+    Column("rate", "accepted", "share", 1),
+)
+_SHORTER = (
+    _CONFIGURATION,
+    Column("gamma", "γ", "count"),
+    Column("tokens_per_step", "tokens/step", "ratio"),
+    Column("speedup", "speedup"),
+)
+
 # --- Sheets ---------------------------------------------------------------------------------------
 
 
@@ -338,16 +354,28 @@ def service_sheets(summary: Summary) -> dict[str, Sheet]:
 
 
 def detail_sheets(summary: Summary) -> dict[str, Sheet]:
-    """Return the tables by category and by position in the draft, likewise."""
+    """Return the tables by category, and of acceptance by position, along answers and with shorter drafts, likewise."""
     places = positions(summary)
     least = (
         "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
         " counted as if all did."
     )
+    fewer = shorter(summary)
+    said = [
+        "From the steps at the measured γ, the last one; longer drafts cannot be predicted from them. Speedups are"
+        " rough: the time of a step is taken to grow evenly with γ, from plain decoding's.",
+        *(
+            f'{server}: the fastest γ by batch size, "num_speculative_tokens_per_batch_size": {sizes}.'
+            for server, sizes in schedule(fewer).items()
+        ),
+    ]
+    about = "Length of the answer, or of prompt and answer, at the beginning of a step, in tokens."
     return _with_rows(
         {
             "By category": category_sheet(summary),
             "Acceptance by position": table(places, _POSITIONS, [least] * any(row.least for row in places)),
+            "Along answer and context": table(along(summary), _ALONG, [about]),
+            "Predicted with shorter drafts": table(fewer, _SHORTER, said),
         }
     )
 
