@@ -51,7 +51,7 @@ def numbers(name: str, number: int) -> dict[str, Any]:
             ends = (1.5, 2.5, number, "prompts") if number > 2 else (None, None, number)
             found[field] = Estimate(2.0, *ends)  # type: ignore[arg-type]
         elif field in LISTS:
-            found[field] = [EVIL] * max(number, 1)
+            found[field] = [EVIL] * min(max(number, 1), 20)
     return found
 
 
