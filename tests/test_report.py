@@ -105,6 +105,8 @@ class TestAnswer:
         assert report.answers[0].headline.endswith(" No other is as fast.")
         lines = [line for line in to_markdown(report).splitlines() if "| fastest |" in line]
         assert [line.startswith("| d γ=3 |") for line in lines] == [True]
+        unsure = reported(tmp_path, {"plain": PLAIN, **OUTCOMES["a sure gain before a greater unsure one"]})
+        assert "| fastest |" not in to_markdown(unsure), "the other is higher"
         page = Page(to_page(report))
         assert [attributes.get("class") for attributes in page.all("tr")].count("best") == 1
         command = 'specbench generate --drafter /path/to/d --gamma 3 --target /path/to/target "Your prompt"'
