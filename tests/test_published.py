@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Cli, refusal
-from stored_runs import write_run
+from stored_runs import Drafter, write_run
 
 from specbench.base.errors import UsageError
-from specbench.results.published import read_published
+from specbench.results.published import read_published, write_lengths
 from specbench.results.results import load_results
 from specbench.results.summary import Summary
 
@@ -82,3 +82,13 @@ def test_a_run_beside_published_lengths(cli: Cli, tmp_path):
     assert "prompts: " in own[0].header[0]
     assert all("no different" in cli("compare", run, path).out for path in written)
     cli("compare", run, tmp_path / "none.yaml", "--metric", "speedup").refused(2, "Leave out --metric")
+
+
+def test_names_of_drafters_make_files_of_their_own(tmp_path):
+    drafters = tuple(Drafter(name, 0.7, 0.1) for name in ("lookup+self:int8", "lookup|self:int8", "c" * 300))
+    run = write_run(tmp_path / "run", drafters=drafters, gammas=(1, 2))
+    stored = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**stored, "specbench": "1\nevil: {}"}))
+    paths = write_lengths(Summary(load_results(run)), tmp_path / "lengths")
+    assert len({*paths}) == len([*(tmp_path / "lengths").iterdir()]) == 3
+    assert {len(read_published(path).lengths) for path in paths} == {2}

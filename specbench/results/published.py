@@ -88,7 +88,7 @@ def beside_published(summary: Summary, published: Published) -> list[SimpleNames
 
 
 def write_lengths(summary: Summary, folder: Path) -> list[Path]:
-    """Write a file for each drafter and condition with accepted lengths by draft length, and return their paths.
+    """Write a file for each drafter, policy and condition with accepted lengths by draft length; return their paths.
 
     A run whose template is told nothing of thinking counts as not thinking, and the header says so.
     """
@@ -96,19 +96,22 @@ def write_lengths(summary: Summary, folder: Path) -> list[Path]:
     for row in summary.rows:
         at, gamma = row.config.condition, _gamma_of(row)
         if gamma is not None and not math.isnan(row.tokens_per_draft.value):
-            key = row.config.drafter.removesuffix(f"@{gamma}"), structs.replace(at, thinking=None).ending
+            policy = row.config.draft_policy.removeprefix("fixed").removeprefix("none")
+            drafter = row.config.drafter.removesuffix(f"@{gamma}") + policy
+            key = drafter, structs.replace(at, thinking=None).ending
             mode = curves.setdefault(key, {}).setdefault(f"thinking_{'on' if at.thinking else 'off'}", {})
             mode.setdefault(gamma, round(row.tokens_per_draft.value, 4))
     told = any(config.condition.thinking is not None for config in run.configs)
-    paths = []
+    paths = list[Path]()
     for (drafter, ending), modes in curves.items():
         header = (
-            f"# specbench {run.specbench} | prompts: {len(run.prompts)} | conditions: {ending[1:] or 't=0'}"
+            f"# specbench {one_line(run.specbench)} | prompts: {len(run.prompts)} | conditions: {ending[1:] or 't=0'}"
             f" | output_len: {run.max_new_tokens} | thinking: {'as named' if told else 'not told'}\n"
         )
         body = {"_metadata": {"draft-model": drafter}, one_line(run.target.name): modes}
-        name = re.sub(r"[^\w.=]+", "-", drafter + ending).strip("-")
-        paths.append(folder / f"{name}.yaml")
+        name = re.sub(r"[^\w.=]+", "-", drafter + ending).strip("-")[:100]
+        again = sum(path.name.startswith(f"{name}.") for path in paths)  # A+B and A|B, say
+        paths.append(folder / f"{name}{f'.{again + 1}' if again else ''}.yaml")
         folder.mkdir(exist_ok=True)
         write_text(paths[-1], header + yaml.safe_dump(body, sort_keys=False))
     return paths
